@@ -1,0 +1,1 @@
+"""anyengine: a structured-concurrency client for LLM engine cores."""

@@ -1,0 +1,58 @@
+"""Frozen settings: what a user may choose about an engine and a client, and what a child process is told.
+
+Owns no behaviour beyond checking its own values. The launch record is what crosses the child's standard input as one
+line of JSON; nothing is ever pickled.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+__all__ = ["DEFAULT_MODEL", "EmbeddedEngine", "EngineLaunch"]
+
+DEFAULT_MODEL = "smollm2-135m"
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+"""Weights and activations. ``"auto"``: float32 on CPU, the checkpoint's own dtype on CUDA."""
+
+
+class EmbeddedEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """Our own engine core, made of torch and transformers, in a process of its own.
+
+    ``model`` is an alias (``"smollm2-135m"``), a local directory, a GGUF file or a Hub id. ``max_model_len`` is in tokens
+    (prompt and output together; ``None``: what the model says, at most 8192). ``max_num_seqs`` bounds the running batch; further
+    requests wait in the engine. ``max_num_batched_tokens`` bounds the prompt tokens computed in one step.
+    """
+
+    model: str = DEFAULT_MODEL
+    dtype: DType = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 2048
+    seed: int = 0
+    num_threads: int | None = None
+    runner: str = "transformers"
+    """``"transformers"``, or ``"module:factory"`` of another model runner (tests use a torch-free toy)."""
+    runner_options: dict[str, str | int | float | bool] = {}
+    """Passed to the factory of a custom ``runner``."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"max_model_len={self.max_model_len!r} must be at least 2 (one prompt and one output token)")
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ValueError(f"num_threads={self.num_threads!r} must be at least 1, or None for torch's own choice")
+
+
+class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
+    """What a child process reads from its standard input: one line of JSON. The pipe then stays open; its end means
+    that the host is gone."""
+
+    handshake_address: str
+    rank: int = 0
+    engine: EmbeddedEngine = EmbeddedEngine()

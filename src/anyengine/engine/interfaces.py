@@ -1,0 +1,90 @@
+"""The seams of the embedded engine core: what server, core, scheduler, model runner and sampler know of each other.
+
+Owns the shared records and protocols; imports neither torch nor zmq. Anything here can be replaced alone: the server drives an
+:class:`Engine`; the embedded :class:`Engine` schedules :class:`SequenceState` records onto a :class:`ModelRunner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from anyengine._wire import EngineCoreOutput, EngineCoreReadyResponse, EngineCoreRequest, WireSamplingParams
+
+__all__ = ["Engine", "ModelRunner", "ScheduledSequence", "SequenceState"]
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """One request inside the engine, from admission to its last token. Owned by the busy loop's thread."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: WireSamplingParams
+    priority: int = 0
+    arrival_order: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    """How many of prompt + output have their keys and values in the cache."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+
+@dataclass(slots=True, frozen=True)
+class ScheduledSequence:
+    """``seq`` computes its next ``num_new_tokens`` tokens in this step (its prompt, a chunk of it, or one token)."""
+
+    seq: SequenceState
+    num_new_tokens: int
+
+
+class ModelRunner(Protocol):
+    """Runs the model for whole steps. Synchronous, one thread. Sampling included."""
+
+    vocab_size: int
+    max_model_len: int  # tokens, prompt and output together
+    dtype: str  # "float32", "bfloat16", ...
+    eos_token_ids: tuple[int, ...]
+
+    def start(self, seq: SequenceState) -> None:
+        """Admit ``seq``: reserve its cache space and sampler state. Raises MemoryError when there is none."""
+
+    def finish(self, request_id: str) -> None:
+        """Release everything held for it. Unknown ids are ignored."""
+
+    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[int | None]:
+        """Run one step; a sampled token for each entry, in order (``None``: its prompt is not complete yet).
+
+        Does not change ``seq``: the caller appends the token and advances ``num_computed_tokens``.
+        """
+
+    def close(self) -> None:
+        """Release the model."""
+
+
+class Engine(Protocol):
+    """What the server drives. Called from the busy loop's thread only."""
+
+    def ready_response(self) -> EngineCoreReadyResponse:
+        """What the registration frame says."""
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """Take a request. A bad one becomes an output with finish reason ERROR at the next step; it never raises."""
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Forget requests without an output. Unknown ids are ignored."""
+
+    def has_work(self) -> bool:
+        """Whether :meth:`step` would do anything."""
+
+    def step(self) -> list[tuple[int, EngineCoreOutput]]:
+        """One step: ``(client_index, output)`` pairs. An exception here is fatal for the engine."""
+
+    def utility(self, method: str, args: Sequence[Any]) -> Any:
+        """An allow-listed call. Raises for a failure reply."""
+
+    def close(self) -> None:
+        """Release everything."""

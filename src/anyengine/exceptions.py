@@ -1,0 +1,224 @@
+"""Every error that anyengine raises on purpose.
+
+Owns the public error taxonomy and nothing else: it imports only the standard library, so that every layer can raise
+from it. Errors carry their facts as attributes (never only in the text), survive pickling, and can be handed to many
+waiters: each waiter gets a fresh instance whose ``__cause__`` is the first failure (:meth:`EngineError.for_waiter`).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Self
+
+__all__ = [
+    "ClientClosedError",
+    "ClientFailedError",
+    "DecodeError",
+    "DrainTimeout",
+    "EncodeError",
+    "EngineAsleepError",
+    "EngineDeadError",
+    "EngineError",
+    "EngineStartupError",
+    "EngineUnresponsiveError",
+    "LocalProtocolError",
+    "OutputProcessingError",
+    "OverloadedError",
+    "ProtocolError",
+    "RemoteProtocolError",
+    "RequestError",
+    "RequestFailed",
+    "RequestRejected",
+    "RequestTimeout",
+    "StartupTimeout",
+    "UtilityError",
+    "UtilityTimeout",
+    "WrongLoopError",
+]
+
+
+class EngineError(Exception):
+    """Base class of every error of this package."""
+
+    def for_waiter(self) -> Self:
+        """A fresh instance with the same facts, for one more waiter; its ``__cause__`` is this error.
+
+        Raising one instance in several tasks would grow one shared traceback; a copy each keeps them apart.
+        """
+        twin = copy.copy(self)
+        twin.__cause__ = self
+        return twin
+
+
+class _ProcessError(EngineError):
+    """An engine process (or the link to it) is at fault; says which one and how it ended."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        pid: int | None = None,
+        exit_code: int | None = None,
+        signal: str | None = None,
+        stderr_tail: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.pid = pid
+        self.exit_code = exit_code
+        self.signal = signal
+        self.stderr_tail = stderr_tail
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if self.stderr_tail:
+            text += "\n  last lines of the engine's stderr:\n" + "\n".join(f"    {line}" for line in self.stderr_tail)
+        return text
+
+
+class EngineStartupError(_ProcessError):
+    """An engine did not become ready.
+
+    Attributes: ``rank``, ``pid``, ``exit_code``, ``signal`` (name, such as ``"SIGKILL"``), ``stderr_tail``, ``stage``
+    (the last start-up stage reached) and ``child_exception`` (type and text of the exception that ended the child).
+    """
+
+    def __init__(
+        self, message: str, *, stage: str | None = None, child_exception: str | None = None, **process: Any
+    ) -> None:
+        super().__init__(message, **process)
+        self.stage = stage
+        self.child_exception = child_exception
+
+
+class StartupTimeout(EngineStartupError, TimeoutError):
+    """Start-up exceeded its deadline. ``stage_seconds`` maps each stage reached to the seconds spent in it."""
+
+    def __init__(self, message: str, *, stage_seconds: dict[str, float] | None = None, **startup: Any) -> None:
+        super().__init__(message, **startup)
+        self.stage_seconds = stage_seconds or {}
+
+
+class EngineDeadError(_ProcessError):
+    """An engine that was ready has died, or the link to it is gone."""
+
+
+class EngineUnresponsiveError(EngineDeadError):
+    """The engine process lives, but its main loop does not answer."""
+
+
+class ClientFailedError(EngineDeadError):
+    """One of the client's own tasks failed: a bug in anyengine. ``__cause__`` has it."""
+
+
+class ClientClosedError(EngineDeadError):
+    """The client was closed or cancelled; no engine is at fault."""
+
+
+class RequestError(EngineError):
+    """One request's trouble. ``request_id`` is the caller's label, or ``None`` before one was given.
+
+    ``partial`` holds whatever output had been produced when the error was raised (an output object, or ``None``).
+    """
+
+    def __init__(self, message: str, *, request_id: str | None = None, partial: Any = None) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+        self.partial = partial
+
+
+class RequestRejected(RequestError, ValueError):
+    """Bad input, refused before anything was sent. ``parameter``, ``value`` and ``remedy`` say what to change."""
+
+    def __init__(
+        self, message: str, *, parameter: str | None = None, value: Any = None, remedy: str | None = None, **request: Any
+    ) -> None:
+        super().__init__(message, **request)
+        self.parameter = parameter
+        self.value = value
+        self.remedy = remedy
+
+
+class RequestFailed(RequestError):
+    """The engine ended the request with an error. ``code`` and ``retryable`` are the engine's, when it gave them."""
+
+    def __init__(self, message: str, *, code: str | None = None, retryable: bool = False, **request: Any) -> None:
+        super().__init__(message, **request)
+        self.code = code
+        self.retryable = retryable
+
+
+class RequestTimeout(RequestError, TimeoutError):
+    """A per-request deadline passed; ``partial`` has the tokens so far."""
+
+
+class OutputProcessingError(RequestError):
+    """Our own processing of one request's output failed; ``__cause__`` has it. Other requests go on."""
+
+
+class EngineAsleepError(RequestError):
+    """The engine is paused or asleep and takes no requests."""
+
+
+class OverloadedError(RequestError):
+    """An admission limit is reached. ``retry_after_s`` is a hint in seconds, or ``None``."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None, **request: Any) -> None:
+        super().__init__(message, **request)
+        self.retry_after_s = retry_after_s
+
+
+class UtilityError(EngineError):
+    """A utility call failed in the engine. Attributes: ``method``, ``call_id``, ``rank``."""
+
+    def __init__(
+        self, message: str, *, method: str | None = None, call_id: int | None = None, rank: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.method = method
+        self.call_id = call_id
+        self.rank = rank
+
+
+class UtilityTimeout(UtilityError, TimeoutError):
+    """A utility call was not answered within its time limit."""
+
+
+class EncodeError(UtilityError):
+    """A value cannot be put on the wire; nothing was sent. ``field`` is its path, ``type_name`` its type."""
+
+    def __init__(
+        self, message: str, *, field: str | None = None, type_name: str | None = None, **utility: Any
+    ) -> None:
+        super().__init__(message, **utility)
+        self.field = field
+        self.type_name = type_name
+
+
+class DrainTimeout(EngineError, TimeoutError):
+    """Some ranks did not confirm in time: ``ranks``."""
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class WrongLoopError(EngineError, RuntimeError):
+    """A client was used from another event loop, thread or backend than the one that entered it."""
+
+
+class ProtocolError(EngineError):
+    """The wire protocol was violated."""
+
+
+class LocalProtocolError(ProtocolError):
+    """By us: a command that is not allowed in the present state. Nothing was sent."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """By the peer: a message that must not arrive in the present state."""
+
+
+class DecodeError(RemoteProtocolError):
+    """By the peer: bytes that cannot be decoded."""
