@@ -132,7 +132,13 @@ class RequestRejected(RequestError, ValueError):
     """Bad input, refused before anything was sent. ``parameter``, ``value`` and ``remedy`` say what to change."""
 
     def __init__(
-        self, message: str, *, parameter: str | None = None, value: Any = None, remedy: str | None = None, **request: Any
+        self,
+        message: str,
+        *,
+        parameter: str | None = None,
+        value: Any = None,
+        remedy: str | None = None,
+        **request: Any,
     ) -> None:
         super().__init__(message, **request)
         self.parameter = parameter
@@ -188,9 +194,7 @@ class UtilityTimeout(UtilityError, TimeoutError):
 class EncodeError(UtilityError):
     """A value cannot be put on the wire; nothing was sent. ``field`` is its path, ``type_name`` its type."""
 
-    def __init__(
-        self, message: str, *, field: str | None = None, type_name: str | None = None, **utility: Any
-    ) -> None:
+    def __init__(self, message: str, *, field: str | None = None, type_name: str | None = None, **utility: Any) -> None:
         super().__init__(message, **utility)
         self.field = field
         self.type_name = type_name
@@ -221,4 +225,16 @@ class RemoteProtocolError(ProtocolError):
 
 
 class DecodeError(RemoteProtocolError):
-    """By the peer: bytes that cannot be decoded."""
+    """By the peer: bytes that cannot be decoded.
+
+    ``message_type`` says what they should have been, ``path`` where in it the trouble is (``"$[1][0]"``: position 0 of
+    position 1), ``size_bytes`` how long the payload was; each is ``None`` where it does not apply.
+    """
+
+    def __init__(
+        self, message: str, *, message_type: str | None = None, path: str | None = None, size_bytes: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message_type = message_type
+        self.path = path
+        self.size_bytes = size_bytes
