@@ -1,0 +1,240 @@
+"""A client's listening side: private, never colliding, and gone without a trace, whatever is still queued."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Literal
+
+import anyio
+import psutil
+import pytest
+import zmq
+
+from anyengine._transport.endpoints import Endpoints, open_endpoints
+from anyengine._transport.zmq_socket import ZmqSocket
+from anyengine.exceptions import WrongLoopError
+
+both_transports = pytest.mark.parametrize("transport", ["ipc", "tcp"])
+Transport = Literal["ipc", "tcp"]
+
+
+@pytest.fixture
+def child_environment(package_root: Path) -> dict[str, str]:
+    """For child processes that import the package under test."""
+    return os.environ | {"PYTHONPATH": str(package_root.parent)}
+
+
+def addresses(endpoints: Endpoints) -> list[str]:
+    return [endpoints.handshake_address, endpoints.input_address, endpoints.output_address]
+
+
+def path_of(address: str) -> Path:
+    return Path(address.removeprefix("ipc://"))
+
+
+@pytest.mark.anyio
+@both_transports
+async def test_an_engine_reaches_all_three_sockets(transport: Transport) -> None:
+    with open_endpoints(transport) as endpoints, zmq.Context() as context:
+        peers = []
+        for kind, address in zip((zmq.DEALER, zmq.DEALER, zmq.PUSH), addresses(endpoints), strict=True):
+            peers.append(peer := context.socket(kind))
+            peer.set(zmq.IDENTITY, b"\x00\x00")
+            peer.connect(address)
+            peer.send(b"hello")
+        with anyio.fail_after(10):
+            assert await endpoints.handshake.drain() == [[b"\x00\x00", b"hello"]]
+            assert await endpoints.inputs.drain() == [[b"\x00\x00", b"hello"]]
+            assert await endpoints.outputs.drain() == [[b"hello"]]
+        for peer in peers:
+            peer.close(0)
+
+
+@pytest.mark.anyio
+async def test_the_newest_connection_of_an_identity_is_the_live_one() -> None:
+    """An engine that comes back must not be hidden by the connection of its predecessor."""
+    with open_endpoints() as endpoints, ExitStack() as undo:
+        context = zmq.Context()
+        undo.callback(context.destroy, linger=0)
+        peers = [context.socket(zmq.DEALER) for _ in range(2)]
+        with anyio.fail_after(10):
+            for number, peer in enumerate(peers):
+                peer.set(zmq.IDENTITY, b"\x00\x00")
+                peer.set(zmq.RECONNECT_IVL, -1)
+                peer.connect(endpoints.input_address)
+                peer.send(b"%d" % number)
+                assert await endpoints.inputs.drain() == [[b"\x00\x00", b"%d" % number]]
+        endpoints.inputs.send_nowait([b"\x00\x00", b"to the second"])
+        assert peers[1].poll(5000)
+        assert peers[1].recv() == b"to the second"
+
+
+def test_the_directory_is_private_short_and_removed(private_temp_dir: Path) -> None:
+    with open_endpoints() as endpoints:
+        paths = [path_of(address) for address in addresses(endpoints)]
+        directory = paths[0].parent
+        assert directory.parent == private_temp_dir
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        assert all(path.is_socket() for path in paths)
+    assert not directory.exists()
+    endpoints.close()
+
+
+def test_a_base_directory_that_will_not_do_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, private_temp_dir: Path
+) -> None:
+    (private_temp_dir / ("x" * 90)).mkdir()
+    for unusable in (private_temp_dir / "missing", private_temp_dir / ("x" * 90)):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(unusable))
+        with open_endpoints() as endpoints:
+            assert path_of(endpoints.input_address).parent.parent == private_temp_dir
+    (private_temp_dir / ("x" * 90)).rmdir()
+
+
+def test_a_failed_bind_leaves_nothing(monkeypatch: pytest.MonkeyPatch, private_temp_dir: Path) -> None:
+    real = ZmqSocket.bind
+
+    def bind(self: ZmqSocket, address: str) -> str:
+        if address.endswith("/o"):
+            raise anyio.BrokenResourceError("no room")
+        return real(self, address)
+
+    monkeypatch.setattr(ZmqSocket, "bind", bind)
+    with pytest.raises(anyio.BrokenResourceError, match="no room"):
+        open_endpoints()
+    assert list(private_temp_dir.iterdir()) == []
+
+
+def test_another_thread_may_not_close_them() -> None:
+    with open_endpoints() as endpoints, ThreadPoolExecutor(1) as pool:
+        with pytest.raises(WrongLoopError):
+            pool.submit(endpoints.close).result()
+        assert path_of(endpoints.input_address).exists()
+
+
+@pytest.mark.anyio
+async def test_close_ends_a_parked_reader() -> None:
+    endpoints = open_endpoints()
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+
+            async def read() -> None:
+                with pytest.raises(anyio.ClosedResourceError):
+                    await endpoints.outputs.drain()
+
+            tasks.start_soon(read)
+            await anyio.wait_all_tasks_blocked()
+            endpoints.close()
+
+
+@pytest.mark.feature("L41")
+def test_500_cycles_leak_nothing() -> None:
+    process = psutil.Process()
+    with open_endpoints():
+        pass
+    descriptors, threads = process.num_fds(), process.num_threads()
+    for cycle in range(500):
+        with open_endpoints("tcp" if cycle % 2 else "ipc") as endpoints, zmq.Context() as context:
+            peer = context.socket(zmq.PUSH)
+            peer.connect(endpoints.output_address)
+            peer.close(0)
+    assert process.num_fds() == descriptors
+    assert process.num_threads() == threads
+
+
+@pytest.mark.feature("F14")
+def test_20_parallel_openings_never_collide() -> None:
+    everybody = threading.Barrier(20, timeout=30)
+
+    def launch(_: int) -> list[str]:
+        everybody.wait()
+        with open_endpoints("tcp") as endpoints:
+            everybody.wait()  # all are open at the same time
+            return addresses(endpoints)
+
+    with ThreadPoolExecutor(20) as pool:
+        found = [address for trio in pool.map(launch, range(20)) for address in trio]
+    assert len(set(found)) == 60
+
+
+PEER = """
+import sys, zmq
+with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+    peer.set(zmq.IDENTITY, b"peer")
+    peer.connect(sys.argv[1])
+    peer.send(b"hello")
+    sys.stdin.read()
+"""
+
+HOST = """
+import atexit, gc, signal, subprocess, sys
+import anyio, zmq
+from anyengine._transport.endpoints import open_endpoints
+
+def report():
+    gc.collect()
+    alive = [o for o in gc.get_objects() if isinstance(o, (zmq.Context, zmq.Socket)) and not o.closed]
+    print("alive", len(alive), flush=True)
+
+atexit.register(report)
+route, transport, backend = sys.argv[1:4]
+
+async def main():
+    with open_endpoints(transport) as endpoints:
+        peer = subprocess.Popen([sys.executable, "-c", sys.argv[4], endpoints.input_address], stdin=subprocess.PIPE)
+        print("peer", peer.pid, flush=True)
+        with anyio.fail_after(20):
+            await endpoints.inputs.drain()
+        peer.send_signal(signal.SIGSTOP)  # connected, and never reads again
+        for _ in range(100):
+            endpoints.inputs.send_nowait([b"peer", bytes(1 << 20)])
+        if route == "error":
+            raise RuntimeError("an error of the application")
+        if route == "exit":
+            sys.exit(3)
+        if route == "interrupt":
+            raise KeyboardInterrupt
+    print("closed", flush=True)
+
+anyio.run(main, backend=backend)
+"""
+
+
+@pytest.mark.case("K18")
+@both_transports
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+@pytest.mark.parametrize("route", ["return", "error", "exit", "interrupt"])
+def test_100_mb_for_a_peer_that_never_reads(
+    route: str, backend: str, transport: Transport, child_environment: dict[str, str]
+) -> None:
+    """Every way out closes everything before the exit, and the process ends."""
+    command = [sys.executable, "-c", HOST, route, transport, backend, PEER]
+    host = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child_environment)
+    try:
+        assert host.stdout is not None
+        peer = psutil.Process(int(host.stdout.readline().split()[1]))
+        try:
+            host.wait(timeout=30)
+        finally:
+            peer.kill()
+        output, errors = host.communicate(timeout=30)
+    finally:
+        host.kill()
+        host.wait()
+    assert "alive 0" in output
+    assert ("closed" in output) == (route == "return")
+    expected = {"return": 0, "error": 1, "exit": 3}
+    assert host.returncode == expected.get(route, host.returncode), errors
+
+
+def test_endpoints_that_nobody_closed_do_not_hang_the_exit(child_environment: dict[str, str]) -> None:
+    script = "from anyengine._transport.endpoints import open_endpoints\nopened = open_endpoints('tcp')\n"
+    for ending in ("", "del opened\n"):
+        subprocess.run([sys.executable, "-c", script + ending], check=True, timeout=30, env=child_environment)
