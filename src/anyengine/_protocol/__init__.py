@@ -1,0 +1,31 @@
+"""Sans-I/O protocol: handshake, connection, registries, admission. No socket, clock or randomness in here."""
+
+from .admission import EngineLimits, check_prompt, check_token_ids, output_budget
+from .connection import Connection, Frames
+from .events import DeadSentinel, EEPNotification, Event, FaultStatus, MalformedMessage, UtilityReply
+from .handshake import EngineHandshake, FrontendHandshake, HandshakeStage
+from .requests import OutputConsumer, RequestEntry, RequestRegistry
+from .utilities import PendingCall, UtilityRegistry
+
+__all__ = [
+    "Connection",
+    "DeadSentinel",
+    "EEPNotification",
+    "EngineHandshake",
+    "EngineLimits",
+    "Event",
+    "FaultStatus",
+    "Frames",
+    "FrontendHandshake",
+    "HandshakeStage",
+    "MalformedMessage",
+    "OutputConsumer",
+    "PendingCall",
+    "RequestEntry",
+    "RequestRegistry",
+    "UtilityRegistry",
+    "UtilityReply",
+    "check_prompt",
+    "check_token_ids",
+    "output_budget",
+]

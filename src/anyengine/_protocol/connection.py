@@ -1,0 +1,137 @@
+"""The connection of one client to its engines, as a state machine: commands in, frames out; frames in, events out.
+
+Owns the registries and the dialect of each rank. Holds no socket, clock or randomness: ids, prefixes and times are
+arguments. The order inside a command is the rule "state before bytes": encode (which may refuse), register, return the
+frames; the caller sends them without an await in between, and closes what it opened if the send is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from anyengine._wire import (
+    EEP_NOTIFICATION_CALL_ID,
+    FAULT_STATUS_CALL_ID,
+    Dialect,
+    EngineCoreRequest,
+    Frame,
+    UtilityCall,
+    UtilityOutput,
+    is_engine_dead,
+)
+from anyengine.exceptions import DecodeError, LocalProtocolError
+
+from .events import DeadSentinel, EEPNotification, Event, FaultStatus, MalformedMessage, UtilityReply
+from .requests import OutputConsumer, RequestRegistry
+from .utilities import PendingCall, UtilityRegistry
+
+__all__ = ["Connection", "Frames"]
+
+Frames: TypeAlias = Sequence[Frame]
+
+
+class Connection:
+    """One client's view of its engines, from the end of the handshake on.
+
+    ``dialects`` maps each rank to the dialect that its registration selected. ``client_index`` is our position among
+    the clients of these engines: the index of the output socket that answers go to.
+    """
+
+    def __init__(self, dialects: Mapping[int, Dialect], *, call_id_prefix: int, client_index: int = 0) -> None:
+        if not dialects:
+            raise ValueError("a connection needs at least one rank")
+        self._dialects = dict(dialects)
+        self._decode = next(iter(self._dialects.values())).decode_outputs
+        self._client_index = client_index
+        self.requests = RequestRegistry()
+        self.utilities = UtilityRegistry(call_id_prefix)
+        self.malformed_messages = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(self._dialects)
+
+    # ------------------------------------------------------------------ commands
+
+    def add(self, request: EngineCoreRequest, rank: int, consumer: OutputConsumer) -> Frames:
+        """Register ``request`` for ``rank``; the frames of its ADD.
+
+        Raises:
+            EncodeError: a value cannot be encoded; nothing is registered.
+            LocalProtocolError: the id is alive already, or the request names another client's output socket.
+        """
+        if request.client_index != self._client_index:
+            raise LocalProtocolError(
+                f"client_index={request.client_index} is not this client's {self._client_index}: "
+                "the engine would answer elsewhere"
+            )
+        frames = self._dialect(rank).encode_add(request)
+        self.requests.open(request.request_id, rank, consumer)
+        return frames
+
+    def abort(self, request_ids: Iterable[str]) -> list[tuple[int, Frames]]:
+        """Forget the live ones among ``request_ids``; one ABORT for each rank concerned, to be sent at once."""
+        messages: list[tuple[int, Frames]] = []
+        for rank, ids in self.requests.by_rank(request_ids).items():
+            messages.append((rank, self._dialect(rank).encode_abort(ids)))
+            for request_id in ids:
+                self.requests.close(request_id)
+        return messages
+
+    def utility(
+        self, method: str, args: Sequence[Any], rank: int, on_done: Callable[[], None]
+    ) -> tuple[PendingCall, Frames]:
+        """Register a utility call; it and its frames.
+
+        Raises:
+            EncodeError: an argument cannot be encoded; nothing is registered.
+        """
+        call = self.utilities.open(method, rank, on_done)
+        try:
+            frames = self._dialect(rank).encode_utility(
+                UtilityCall(self._client_index, call.call_id, method, list(args))
+            )
+        except BaseException:
+            self.utilities.forget(call.call_id)
+            raise
+        return call, frames
+
+    # -------------------------------------------------------------------- events
+
+    def receive(self, frames: Frames) -> Event:
+        """Decode and classify one message of the output socket."""
+        if is_engine_dead(frames):
+            return DeadSentinel()
+        try:
+            outputs = self._decode(frames)
+        except DecodeError as exc:
+            self.malformed_messages += 1
+            return MalformedMessage(exc)
+        if outputs.utility_output is None:
+            return outputs
+        return self._classify_reply(outputs.engine_index, outputs.utility_output)
+
+    def _classify_reply(self, rank: int, output: UtilityOutput) -> Event:
+        if output.call_id >= 0:
+            return UtilityReply(rank, output)
+        try:
+            if output.call_id == EEP_NOTIFICATION_CALL_ID:
+                name, subject = output.result
+                if isinstance(name, str) and isinstance(subject, int):
+                    return EEPNotification(name, subject)
+            elif output.call_id == FAULT_STATUS_CALL_ID:
+                status = output.result
+                return FaultStatus(int(status["id"]), str(status["status"]), status.get("fault_info"))
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
+            pass
+        self.malformed_messages += 1
+        return MalformedMessage(
+            DecodeError(f"unsolicited message with call id {output.call_id} from engine {rank}: {output.result!r}")
+        )
+
+    def _dialect(self, rank: int) -> Dialect:
+        try:
+            return self._dialects[rank]
+        except KeyError:
+            raise LocalProtocolError(f"rank {rank} is not connected; connected: {list(self._dialects)}") from None

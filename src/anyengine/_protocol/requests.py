@@ -1,0 +1,107 @@
+"""The request registry: which requests this client has in its engines, and who gets their outputs.
+
+Owns the answer to "is this id ours, and alive?". An entry exists from the moment before its ADD is sent until its final
+output or its abort. Pure: consumers are objects with two synchronous methods; nothing here sends or waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from anyengine._wire import EngineCoreOutput
+from anyengine.exceptions import LocalProtocolError
+
+__all__ = ["OutputConsumer", "RequestEntry", "RequestRegistry"]
+
+
+class OutputConsumer(Protocol):
+    """Where a request's outputs go. Both methods are synchronous and must not block."""
+
+    def push(self, output: EngineCoreOutput) -> None:
+        """Take one output; the one with a finish reason is the last."""
+
+    def fail(self, error: BaseException) -> None:
+        """No further output will come; ``error`` is why. Called at most once, and never after the last output."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestEntry:
+    """One live request. ``consumer`` outlives the entry; the entry never outlives the request."""
+
+    request_id: str
+    rank: int
+    consumer: OutputConsumer
+
+
+@dataclass(slots=True)
+class RequestRegistry:
+    """Live requests by wire id.
+
+    Invariants: an id is opened at most once while it lives; after it has left (finished, aborted, failed) its outputs
+    are
+    strays: dropped and counted in ``late_outputs``.
+    """
+
+    live: dict[str, RequestEntry] = field(default_factory=dict)
+    late_outputs: int = 0
+
+    def __len__(self) -> int:
+        return len(self.live)
+
+    def open(self, request_id: str, rank: int, consumer: OutputConsumer) -> RequestEntry:
+        """Register a request, before its ADD is sent.
+
+        Raises:
+            LocalProtocolError: the id is alive already; a second ADD of it would kill a vLLM engine (PROTOCOL §12).
+        """
+        if request_id in self.live:
+            raise LocalProtocolError(f"request id {request_id!r} is alive already")
+        entry = self.live[request_id] = RequestEntry(request_id, rank, consumer)
+        return entry
+
+    def close(self, request_id: str) -> RequestEntry | None:
+        """Forget a request; its entry, or ``None`` if it was not alive."""
+        return self.live.pop(request_id, None)
+
+    def dispatch(self, outputs: Sequence[EngineCoreOutput]) -> list[tuple[RequestEntry, Exception]]:
+        """Give each output to its consumer: the client's hot loop.
+
+        One consumer's failure is its own: its entry is returned with the error, once, to be aborted and failed by the
+        caller, and gets nothing more; the other outputs are delivered all the same.
+        """
+        get = self.live.get
+        failures: list[tuple[RequestEntry, Exception]] = []
+        for output in outputs:
+            entry = get(output.request_id)
+            if entry is None:
+                self.late_outputs += 1
+                continue
+            if output.finish_reason is not None:
+                del self.live[output.request_id]
+            if failures and any(entry is failed for failed, _ in failures):
+                continue  # after what it could not take there would be a hole
+            try:
+                entry.consumer.push(output)
+            except Exception as exc:  # noqa: BLE001 - rule 5: whatever it is, it is this one request's error
+                failures.append((entry, exc))
+        return failures
+
+    def by_rank(self, request_ids: Iterable[str]) -> dict[int, list[str]]:
+        """The live ones among ``request_ids``, grouped by the rank that runs them."""
+        groups: dict[int, list[str]] = {}
+        for request_id in dict.fromkeys(request_ids):
+            entry = self.live.get(request_id)
+            if entry is not None:
+                groups.setdefault(entry.rank, []).append(request_id)
+        return groups
+
+    def fail_all(self, error: BaseException, rank: int | None = None) -> list[RequestEntry]:
+        """Fail every live request (of ``rank``, if given) and forget it; the entries that were failed."""
+        doomed = [entry for entry in self.live.values() if rank is None or entry.rank == rank]
+        for entry in doomed:
+            del self.live[entry.request_id]
+        for entry in doomed:
+            entry.consumer.fail(error)
+        return doomed
