@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["DEFAULT_MODEL", "EmbeddedEngine", "EngineLaunch"]
+__all__ = ["DEFAULT_MODEL", "CommandEngine", "EmbeddedEngine", "EngineLaunch"]
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -21,9 +21,10 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 class EmbeddedEngine(msgspec.Struct, frozen=True, kw_only=True):
     """Our own engine core, made of torch and transformers, in a process of its own.
 
-    ``model`` is an alias (``"smollm2-135m"``), a local directory, a GGUF file or a Hub id. ``max_model_len`` is in tokens
-    (prompt and output together; ``None``: what the model says, at most 8192). ``max_num_seqs`` bounds the running batch; further
-    requests wait in the engine. ``max_num_batched_tokens`` bounds the prompt tokens computed in one step.
+    ``model`` is an alias (``"smollm2-135m"``), a local directory, a GGUF file or a Hub id. ``max_model_len`` is in
+    tokens (prompt and output together; ``None``: what the model says, at most 8192). ``max_num_seqs`` bounds the
+    running batch; further requests wait in the engine. ``max_num_batched_tokens`` bounds the prompt tokens computed in
+    one step.
     """
 
     model: str = DEFAULT_MODEL
@@ -44,9 +45,28 @@ class EmbeddedEngine(msgspec.Struct, frozen=True, kw_only=True):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1")
         if self.max_model_len is not None and self.max_model_len < 2:
-            raise ValueError(f"max_model_len={self.max_model_len!r} must be at least 2 (one prompt and one output token)")
+            raise ValueError(
+                f"max_model_len={self.max_model_len!r} must be at least 2 (one prompt and one output token)"
+            )
         if self.num_threads is not None and self.num_threads < 1:
             raise ValueError(f"num_threads={self.num_threads!r} must be at least 1, or None for torch's own choice")
+
+
+class CommandEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine core that another program provides: ``argv`` starts it, and it speaks the wire.
+
+    It reads an :class:`EngineLaunch` line from its standard input as the embedded engine does, and may write status
+    lines to its standard output. ``model_dir`` names the local directory with the tokenizer, when text prompts are
+    wanted.
+    """
+
+    argv: tuple[str, ...]
+    model_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        argv: object = self.argv  # msgspec does not check what a constructor is given
+        if not isinstance(argv, tuple | list) or not argv:
+            raise ValueError(f"argv={self.argv!r} must be a non-empty sequence: the program and its arguments")
 
 
 class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,4 +75,4 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
     handshake_address: str
     rank: int = 0
-    engine: EmbeddedEngine = EmbeddedEngine()
+    engine: EmbeddedEngine | None = None

@@ -1,0 +1,1 @@
+"""Engine processes: started with :mod:`subprocess`, watched without threads, stopped and reaped by their owner."""

@@ -1,8 +1,8 @@
 """The status lines that an engine process of ours writes to its standard output: one JSON object a line.
 
 Owns the shape only. Both ends use it: the engine writes, the supervisor reads. A child's logs go to standard error; its
-standard output carries nothing else than these lines (the child points file descriptor 1 at standard error for everybody
-else). The wire handshake has no message for progress or for the cause of a failed start; this is ours.
+standard output carries nothing else than these lines (the child points file descriptor 1 at standard error for
+everybody else). The wire handshake has no message for progress or for the cause of a failed start; this is ours.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class ChildError(msgspec.Struct, frozen=True, omit_defaults=True):
 class Status(msgspec.Struct, frozen=True, omit_defaults=True):
     """One report of a child.
 
-    ``stage`` is one of ``importing``, ``resolving``, ``downloading``, ``loading``, ``handshake``, ``ready``, ``failed``. ``fraction``
-    is the progress within the stage, 0 to 1, or ``None``. ``model_dir`` names a local directory with ``config.json``,
-    ``tokenizer.json`` and friends, as soon as the child knows it.
+    ``stage`` is one of ``importing``, ``resolving``, ``downloading``, ``loading``, ``handshake``, ``ready``,
+    ``failed``. ``fraction`` is the progress within the stage, 0 to 1, or ``None``. ``model_dir`` names a local
+    directory with ``config.json``, ``tokenizer.json`` and friends, as soon as the child knows it.
     """
 
     stage: str
@@ -48,5 +48,5 @@ def decode_status(line: bytes) -> Status | None:
     """The status in ``line``, or ``None`` when the line is something else (a library that printed)."""
     try:
         return _decoder.decode(line)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None

@@ -1,0 +1,240 @@
+"""One child process: how it is started, awaited, stopped and reaped.
+
+Owns the process handle and its pipes. Knows nothing of the wire: what the child says on its standard output goes to a
+callback, line by line. No thread: the exit is awaited on a pidfd (Linux), elsewhere on the end of the child's pipes;
+pipes are read without blocking.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import termios
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import anyio
+import anyio.lowlevel
+
+__all__ = ["ChildProcess", "ProcessExit"]
+
+_STDERR_TAIL_LINES = 200
+_READ_BYTES = 65536
+_MAX_LINE_BYTES = 1 << 20  # a child that never ends its line must not fill our memory
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessExit:
+    """How a process ended: ``exit_code`` or ``signal`` (a name such as ``"SIGKILL"``), the other is ``None``.
+
+    Both are ``None`` if someone else took its exit status: the host, which ignores SIGCHLD or waits for any child.
+    """
+
+    pid: int
+    exit_code: int | None
+    signal: str | None
+
+    def __str__(self) -> str:
+        if self.signal is not None:
+            return f"was killed by {self.signal}"
+        return "exited in an unknown way" if self.exit_code is None else f"exited with code {self.exit_code}"
+
+
+class ChildProcess:
+    """A child in a session (and process group) of its own, so that a terminal's Ctrl-C reaches only its host.
+
+    Owning task: the one that runs :meth:`watch`, which ends when the child has ended. Whoever created the object must
+    call :meth:`kill` and :meth:`reap` last, in every case; they are synchronous, so that native cancellation cannot
+    interrupt them.
+    """
+
+    def __init__(self, argv: Sequence[str], *, stdin_line: bytes, env: Mapping[str, str] | None = None) -> None:
+        self._popen = subprocess.Popen(
+            list(argv),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=None if env is None else dict(env),
+            start_new_session=True,
+            bufsize=0,
+        )
+        self.pid = self._popen.pid
+        self._stderr_tail: deque[str] = deque(maxlen=_STDERR_TAIL_LINES)
+        self._exit: ProcessExit | None = None
+        self.exited = anyio.Event()
+        self._pidfd = _open_pidfd(self.pid)
+        for pipe in (self._popen.stdout, self._popen.stderr):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+        assert self._popen.stdin is not None
+        with suppress(BrokenPipeError):  # it died at once: the exit tells more than this
+            self._popen.stdin.write(stdin_line)  # far below the pipe's 64 KiB: does not block
+
+    def stderr_tail(self, lines: int = 50) -> tuple[str, ...]:
+        """The last lines of its standard error, oldest first."""
+        return tuple(self._stderr_tail)[-lines:]
+
+    async def watch(self, on_stdout_line: Callable[[bytes], None], on_stderr_line: Callable[[str], None]) -> None:
+        """Read both pipes and wait for the exit; returns when the child has ended and what it wrote has been read.
+
+        Cancellation: stops watching; the child is not touched.
+        """
+
+        def keep_stderr(line: bytes) -> None:
+            text = line.decode("utf-8", "backslashreplace")
+            self._stderr_tail.append(text)
+            on_stderr_line(text)
+
+        assert self._popen.stdout is not None and self._popen.stderr is not None
+        stdout = _LinePump(self._popen.stdout.fileno(), on_stdout_line)
+        stderr = _LinePump(self._popen.stderr.fileno(), keep_stderr)
+        async with anyio.create_task_group() as pumps:
+            pumps.start_soon(stdout.run)
+            pumps.start_soon(stderr.run)
+            await self._wait_exit(stdout.ended)
+            # A grandchild may hold the pipes open, and write, for ever: what the child itself wrote is in them by now.
+            pumps.cancel_scope.cancel()
+        await stdout.finish()
+        await stderr.finish()
+        self.exited.set()
+
+    async def _wait_exit(self, status_pipe_closed: anyio.Event) -> None:
+        if self._pidfd is None:
+            # No pidfd: the status pipe ends with the child, then the exit is a matter of moments.
+            await status_pipe_closed.wait()
+            while self.poll() is None:  # noqa: ASYNC110 - nothing tells when a process without a pidfd is gone
+                await anyio.sleep(0.02)
+            return
+        while self.poll() is None:
+            await anyio.wait_readable(self._pidfd)
+
+    def poll(self) -> ProcessExit | None:
+        """How it ended, or ``None`` while it lives.
+
+        Where the platform allows, the child is left unreaped until :meth:`reap`: as long as it is, its process
+        group id cannot be given to anyone else, so that what it left behind can be killed safely.
+        """
+        if self._exit is None and self._popen.returncode is None:
+            if hasattr(os, "waitid"):
+                try:
+                    info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                except ChildProcessError:  # the host ignores SIGCHLD, or has reaped what is not its own
+                    self._popen.wait()  # finds the same, and keeps us from signalling a stranger under this id
+                    self._exit = ProcessExit(self.pid, None, None)
+                    return self._exit
+                if info is not None:
+                    self._exit = _describe(
+                        self.pid, info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+                    )
+            elif (returncode := self._popen.poll()) is not None:
+                self._exit = _describe(self.pid, returncode)
+        return self._exit
+
+    def terminate(self) -> None:
+        """Ask it to stop: SIGTERM to the child alone."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Make sure that it, and whatever it started in its process group, ends: SIGKILL. Synchronous, idempotent."""
+        self.poll()  # does not signal what somebody else has reaped
+        if self._popen.returncode is None:
+            with suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, when only zombies are left
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self) -> ProcessExit:
+        """Collect the ended process and close its pipes. Synchronous, idempotent; :meth:`watch` must have ended.
+
+        Blocks for the moment that the kernel needs to tear a killed process down.
+        """
+        self.kill()
+        self._exit = self.poll() or _describe(self.pid, self._popen.wait())
+        self._popen.wait()
+        self._close_pipes()
+        return self._exit
+
+    def _close_pipes(self) -> None:
+        for pipe in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
+            if pipe is not None and not pipe.closed:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+
+def _open_pidfd(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends; ``None`` where there is no such thing."""
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except (
+        OSError
+    ):  # an old kernel, a sandbox, no descriptor left, or a host that ignores SIGCHLD and a child gone by now
+        return None
+
+
+def _describe(pid: int, returncode: int) -> ProcessExit:
+    if returncode >= 0:
+        return ProcessExit(pid, returncode, None)
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:
+        name = f"signal {-returncode}"
+    return ProcessExit(pid, None, name)
+
+
+class _LinePump:
+    """Reads a pipe line by line, for one :meth:`ChildProcess.watch`. Reads never wait; only readiness is awaited."""
+
+    def __init__(self, fd: int, on_line: Callable[[bytes], None]) -> None:
+        self.ended = anyio.Event()
+        self._fd = fd
+        self._on_line = on_line
+        self._pending = b""
+
+    async def run(self) -> None:
+        """Read to the end. Cancellation: loses nothing."""
+        while not self.ended.is_set():
+            try:
+                self._read()
+            except BlockingIOError:
+                await anyio.wait_readable(self._fd)
+            else:
+                await anyio.lowlevel.checkpoint()  # one who writes without pause must not keep the loop to himself
+
+    async def finish(self) -> None:
+        """Read what is in the pipe at this moment, and pass on the last line even if it has no end."""
+        left_bytes = 0 if self.ended.is_set() else _bytes_in_pipe(self._fd)
+        while left_bytes > 0:
+            left_bytes -= self._read()
+            await anyio.lowlevel.checkpoint()
+        self._flush()
+
+    def _read(self) -> int:
+        chunk = os.read(self._fd, _READ_BYTES)
+        *lines, self._pending = (self._pending + chunk).split(b"\n")
+        for line in lines:
+            self._on_line(line)
+        if len(self._pending) > _MAX_LINE_BYTES or not chunk:
+            self._flush()
+        if not chunk:
+            self.ended.set()
+        return len(chunk)
+
+    def _flush(self) -> None:
+        if self._pending:
+            line, self._pending = self._pending, b""
+            self._on_line(line)
+
+
+def _bytes_in_pipe(fd: int) -> int:
+    answer = fcntl.ioctl(fd, termios.FIONREAD, bytes(4))
+    return int.from_bytes(answer, sys.byteorder)

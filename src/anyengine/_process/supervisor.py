@@ -1,0 +1,127 @@
+"""One supervised engine process: its start-up stages, its log, and the errors that its end becomes.
+
+Owns the translation of what a child process does (status lines, stderr, exit) into what a user is told. Knows nothing
+of sockets or requests; the session decides what an exit means.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import anyio
+
+from anyengine.exceptions import EngineDeadError, EngineStartupError, StartupTimeout
+
+from .child import ChildProcess
+from .status import Status, decode_status
+
+__all__ = ["SupervisedEngine"]
+
+_logger = logging.getLogger("anyengine.engine")
+
+
+class SupervisedEngine:
+    """An engine core process of ours. Owning task: the session task that runs :meth:`supervise`."""
+
+    def __init__(self, rank: int, child: ChildProcess, on_status: Callable[[Status], None] | None = None) -> None:
+        self.rank = rank
+        self.child = child
+        self.status = Status(stage="spawned")
+        self.model_dir: str | None = None
+        self._on_status = on_status
+        self._stage_started_s = anyio.current_time()
+        self._stage_seconds: dict[str, float] = {}
+        self._report()
+
+    async def supervise(self) -> None:
+        """Relay status and log lines until the process has ended.
+
+        Shielded: it ends with the process, which the session's teardown ends in every case, so the last words of an
+        engine are read even while the session is being cancelled.
+        """
+        with anyio.CancelScope(shield=True):
+            await self.child.watch(self._take_status, self._take_log)
+
+    @property
+    def stage_seconds(self) -> dict[str, float]:
+        """Seconds spent in each start-up stage so far, the present one included."""
+        running = anyio.current_time() - self._stage_started_s
+        return {**self._stage_seconds, self.status.stage: self._stage_seconds.get(self.status.stage, 0.0) + running}
+
+    def startup_error(self) -> EngineStartupError:
+        """The process ended before it was ready."""
+        ended = self.child.poll()
+        error = self.status.error
+        cause = f"{error.type}: {error.message}" if error else None
+        return EngineStartupError(
+            f"engine {self.rank} (pid {self.child.pid}) {ended} at stage {self._last_stage!r}"
+            + (f": {cause}" if cause else ", without saying why"),
+            rank=self.rank,
+            pid=self.child.pid,
+            exit_code=ended.exit_code if ended else None,
+            signal=ended.signal if ended else None,
+            stderr_tail=() if cause else self.child.stderr_tail(),
+            stage=self._last_stage,
+            child_exception=cause,
+        )
+
+    def startup_timeout(self, timeout_s: float) -> StartupTimeout:
+        """The deadline passed while the process was still starting."""
+        seconds = self.stage_seconds
+        spent = ", ".join(f"{stage} {value:.1f} s" for stage, value in seconds.items())
+        return StartupTimeout(
+            f"engine {self.rank} (pid {self.child.pid}) is not ready after startup_timeout_s={timeout_s:g}; "
+            f"stage reached: {self.status.stage!r} ({spent})",
+            rank=self.rank,
+            pid=self.child.pid,
+            stderr_tail=self.child.stderr_tail(),
+            stage=self.status.stage,
+            stage_seconds=seconds,
+        )
+
+    def death(self, symptom: str | None = None) -> EngineDeadError:
+        """The engine died after it was ready. ``symptom`` is how it was noticed, if not by the exit of the process."""
+        ended = self.child.poll()
+        what = f"{ended}" if ended else "is at fault"
+        return EngineDeadError(
+            f"engine {self.rank} (pid {self.child.pid}) {what}" + (f"; {symptom}" if symptom else ""),
+            rank=self.rank,
+            pid=self.child.pid,
+            exit_code=ended.exit_code if ended else None,
+            signal=ended.signal if ended else None,
+            stderr_tail=self.child.stderr_tail(),
+        )
+
+    @property
+    def _last_stage(self) -> str:
+        """The last stage before the child reported its failure."""
+        if self.status.stage == "failed" and self._stage_seconds:
+            return list(self._stage_seconds)[-1]
+        return self.status.stage
+
+    def _take_status(self, line: bytes) -> None:
+        status = decode_status(line)
+        if status is None:
+            self._take_log(line.decode("utf-8", "backslashreplace"))
+            return
+        if status.stage != self.status.stage:
+            now_s = anyio.current_time()
+            spent = self._stage_seconds.pop(self.status.stage, 0.0)  # the last stage stands last
+            self._stage_seconds[self.status.stage] = spent + now_s - self._stage_started_s
+            self._stage_started_s = now_s
+        self.status = status
+        if status.model_dir is not None:
+            self.model_dir = status.model_dir
+        self._report()
+
+    def _report(self) -> None:
+        if self._on_status is not None:
+            try:
+                self._on_status(self.status)
+            except Exception:
+                # Rule 5: a user's callback fails alone.
+                _logger.exception("the on_progress callback failed on %r; engine %d goes on", self.status, self.rank)
+
+    def _take_log(self, line: str) -> None:
+        _logger.info("(engine %d pid=%d) %s", self.rank, self.child.pid, line)
