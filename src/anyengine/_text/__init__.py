@@ -1,0 +1,13 @@
+"""Text on this side of the wire: tokenizing, chat templates, incremental detokenizing.
+
+Pure: no clock, no randomness, no network, no tasks. Importing it loads neither ``tokenizers`` nor ``jinja2``; each is
+loaded by the first call that needs it.
+"""
+
+from __future__ import annotations
+
+from anyengine._text.detokenizer import Detokenizer
+from anyengine._text.model_facts import ModelFacts
+from anyengine._text.tokenizer import Tokenizer
+
+__all__ = ["Detokenizer", "ModelFacts", "Tokenizer"]
