@@ -1,7 +1,8 @@
 """The seams of the embedded engine core: what server, core, scheduler, model runner and sampler know of each other.
 
-Owns the shared records and protocols; imports neither torch nor zmq. Anything here can be replaced alone: the server drives an
-:class:`Engine`; the embedded :class:`Engine` schedules :class:`SequenceState` records onto a :class:`ModelRunner`.
+Owns the shared records and protocols; imports neither torch nor zmq. Anything here can be replaced alone: the server
+drives an :class:`Engine`; the embedded :class:`Engine` schedules :class:`SequenceState` records onto a
+:class:`ModelRunner`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from anyengine._wire import EngineCoreOutput, EngineCoreReadyResponse, EngineCoreRequest, WireSamplingParams
+from anyengine._wire import (
+    EngineCoreOutput,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    SchedulerStats,
+    WireSamplingParams,
+)
 
 __all__ = ["Engine", "ModelRunner", "ScheduledSequence", "SequenceState"]
 
@@ -50,7 +57,9 @@ class ModelRunner(Protocol):
     eos_token_ids: tuple[int, ...]
 
     def start(self, seq: SequenceState) -> None:
-        """Admit ``seq``: reserve its cache space and sampler state. Raises MemoryError when there is none."""
+        """Admit ``seq``: reserve its cache space and sampler state. Raises MemoryError when there is none now
+        (``seq`` waits for others to finish); any other exception (a sampling parameter it cannot honour) fails this
+        request alone."""
 
     def finish(self, request_id: str) -> None:
         """Release everything held for it. Unknown ids are ignored."""
@@ -69,7 +78,7 @@ class Engine(Protocol):
     """What the server drives. Called from the busy loop's thread only."""
 
     def ready_response(self) -> EngineCoreReadyResponse:
-        """What the registration frame says."""
+        """What the registration frame says. Its ``vllm_version`` names the dialect that the server speaks."""
 
     def add(self, request: EngineCoreRequest) -> None:
         """Take a request. A bad one becomes an output with finish reason ERROR at the next step; it never raises."""
@@ -77,14 +86,27 @@ class Engine(Protocol):
     def abort(self, request_ids: Sequence[str]) -> None:
         """Forget requests without an output. Unknown ids are ignored."""
 
+    def abort_all(self) -> None:
+        """End every request; each gets an output with finish reason ABORT at the next step."""
+
+    def refuse(self, client_index: int, request_id: str, reason: str) -> None:
+        """Answer a request that could not even be decoded, with finish reason ERROR at the next step."""
+
+    def count_malformed(self) -> None:
+        """Note that a message was dropped."""
+
     def has_work(self) -> bool:
         """Whether :meth:`step` would do anything."""
 
     def step(self) -> list[tuple[int, EngineCoreOutput]]:
         """One step: ``(client_index, output)`` pairs. An exception here is fatal for the engine."""
 
+    def scheduler_stats(self) -> SchedulerStats:
+        """The load after the last step."""
+
     def utility(self, method: str, args: Sequence[Any]) -> Any:
-        """An allow-listed call. Raises for a failure reply."""
+        """An allow-listed call. Raises for a failure reply; returns a Future for a reply that comes later, behind the
+        outputs of the step that completes it."""
 
     def close(self) -> None:
         """Release everything."""

@@ -1,0 +1,181 @@
+"""The busy loop of an engine process: commands between steps, steps, outputs.
+
+Owns who is told what, and in which order: commands are handled in order of arrival, so that a utility reply is a fence
+behind every earlier message of the same client. Drives an :class:`~anyengine.engine.interfaces.Engine`; knows nothing
+of models and sockets. Mirrors ``EngineCoreProc.run_busy_loop`` of vLLM 0.32/0.33.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import assert_never
+
+from anyengine._wire import (
+    AbortRequests,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    SchedulerStats,
+    StartDPWave,
+    UtilityCall,
+    UtilityOutput,
+)
+from anyengine.engine.interfaces import Engine
+from anyengine.engine.io_threads import Command, OutputThread, StopEngine, ThreadFailed, utility_failure
+from anyengine.engine.malformed import Malformed
+
+__all__ = ["BusyLoop"]
+
+_SHUTTING_DOWN = "Server shutting down"  # vLLM's words
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _DeferredReply:
+    client_index: int
+    call: UtilityCall
+    result: Future[object]
+
+
+class BusyLoop:
+    """Commands in, steps, outputs out. One thread, the main one, from :meth:`run` to its return."""
+
+    def __init__(
+        self, engine: Engine, commands: SimpleQueue[Command], output: OutputThread, *, rank: int, num_clients: int
+    ) -> None:
+        self._engine = engine
+        self._commands = commands
+        self._output = output
+        self._rank = rank
+        self._num_clients = num_clients
+        self._deferred: list[_DeferredReply] = []
+        self._stopping = False
+        self._logged_kinds: set[str] = set()
+
+    def run(self) -> None:
+        """Serve until :class:`StopEngine` arrives; then end all requests with ABORT. Raises what the engine raised."""
+        while True:
+            self._handle_commands(block=not self._engine.has_work())
+            if self._stopping:
+                break
+            if self._engine.has_work():
+                self._deliver(self._engine.step())
+                self._answer_deferred()
+        self._engine.abort_all()
+        self._deliver(self._engine.step())
+
+    def refuse_rest(self) -> None:
+        """Answer what arrived too late. The input thread must have ended."""
+        for deferred in self._deferred:
+            self._reply(deferred.client_index, UtilityOutput(deferred.call.call_id, _SHUTTING_DOWN, None))
+        self._deferred.clear()
+        self._handle_commands(block=False)
+
+    def _handle_commands(self, *, block: bool) -> None:
+        if block:
+            self._handle(self._commands.get())
+        while not self._commands.empty():  # this thread is the only consumer
+            self._handle(self._commands.get())
+
+    def _handle(self, command: Command) -> None:
+        match command:
+            case EngineCoreRequest():
+                self._add(command)
+            case AbortRequests():
+                self._engine.abort(command.request_ids)
+            case UtilityCall():
+                self._call(command)
+            case Malformed():
+                self._report_malformed(command)
+            case StartDPWave():
+                self._note_malformed("START_DP_WAVE", "this engine takes no part in waves")
+            case StopEngine():
+                self._stopping = True
+            case ThreadFailed():
+                raise command.error
+            case _:
+                assert_never(command)
+
+    def _add(self, request: EngineCoreRequest) -> None:
+        if not self._is_client(request.client_index):
+            self._note_malformed("client index", f"request {request.request_id!r} names client {request.client_index}")
+        elif self._stopping:
+            output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
+            self._send(request.client_index, EngineCoreOutputs(outputs=[output]))
+        else:
+            self._engine.add(request)
+
+    def _call(self, call: UtilityCall) -> None:
+        if not self._is_client(call.client_index):
+            self._note_malformed("client index", f"utility call {call.method!r} names client {call.client_index}")
+            return
+        if self._stopping:
+            self._reply(call.client_index, UtilityOutput(call.call_id, _SHUTTING_DOWN, None))
+            return
+        try:
+            result = self._engine.utility(call.method, call.args)
+        except Exception as exc:  # noqa: BLE001 - the caller is told; the engine has other callers
+            self._reply(call.client_index, utility_failure(call.call_id, call.method, str(exc)))
+            return
+        if isinstance(result, Future):
+            self._deferred.append(_DeferredReply(call.client_index, call, result))
+        else:
+            self._reply(call.client_index, UtilityOutput(call.call_id, None, result), method=call.method)
+        self._answer_deferred()
+
+    def _answer_deferred(self) -> None:
+        """Behind the outputs of the step: a pause is confirmed after the last output it waited for."""
+        done = [deferred for deferred in self._deferred if deferred.result.done()]
+        self._deferred = [deferred for deferred in self._deferred if not deferred.result.done()]
+        for deferred in done:
+            call, error = deferred.call, deferred.result.exception()
+            if error is None:
+                output = UtilityOutput(call.call_id, None, deferred.result.result())
+            else:
+                output = utility_failure(call.call_id, call.method, str(error))
+            self._reply(deferred.client_index, output, method=call.method)
+
+    def _report_malformed(self, message: Malformed) -> None:
+        self._note_malformed(message.kind, message.reason)
+        if not self._is_client(message.client_index):
+            return
+        if message.request_id is not None:
+            self._engine.refuse(message.client_index, message.request_id, message.reason)
+        elif message.call_id is not None:
+            self._reply(message.client_index, utility_failure(message.call_id, message.method, message.reason))
+
+    def _note_malformed(self, kind: str, reason: str) -> None:
+        self._engine.count_malformed()
+        if kind not in self._logged_kinds:  # one broken client must not fill the disk
+            self._logged_kinds.add(kind)
+            logger.error(
+                "dropped a malformed message (%s); further ones of this kind are only counted: %s", kind, reason
+            )
+
+    def _is_client(self, client_index: int) -> bool:
+        return 0 <= client_index < self._num_clients
+
+    def _deliver(self, outputs: Iterable[tuple[int, EngineCoreOutput]]) -> None:
+        by_client: dict[int, list[EngineCoreOutput]] = {}
+        for client_index, output in outputs:
+            by_client.setdefault(client_index, []).append(output)
+        stats: SchedulerStats | None = self._engine.scheduler_stats()
+        for client_index, batch in by_client.items():
+            self._send(client_index, EngineCoreOutputs(outputs=batch, scheduler_stats=stats))
+            stats = None  # on one message of a step only, as vLLM
+        if by_client and not self._engine.has_work():
+            self._send(0, EngineCoreOutputs(scheduler_stats=self._engine.scheduler_stats()))
+
+    def _reply(self, client_index: int, output: UtilityOutput, *, method: str = "") -> None:
+        self._send(client_index, EngineCoreOutputs(utility_output=output), method=method)
+
+    def _send(self, client_index: int, message: EngineCoreOutputs, *, method: str = "") -> None:
+        message.engine_index, message.timestamp = self._rank, time.monotonic()
+        self._output.send(client_index, message, method=method)

@@ -1,0 +1,290 @@
+"""The embedded engine: requests in, one step at a time, outputs out.
+
+Owns the life of a request between ADD and its last output: admission checks, stop conditions, aborts, pauses and the
+counters. It schedules onto a :class:`~anyengine.engine.interfaces.ModelRunner` and knows neither sockets nor torch.
+Mirrors ``vllm.v1.engine.core.EngineCore`` of vLLM 0.32/0.33.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from anyengine._wire import (
+    EngineCoreOutput,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    EngineRequestError,
+    FinishReason,
+    PrefillStats,
+    SchedulerStats,
+)
+from anyengine.config import EmbeddedEngine
+from anyengine.engine.interfaces import ModelRunner, ScheduledSequence, SequenceState
+from anyengine.engine.pausing import PauseGate, PauseMode
+from anyengine.engine.scheduler import Scheduler
+from anyengine.engine.statistics import EngineStatistics
+from anyengine.engine.stopping import Stop, check_stop
+from anyengine.engine.utilities import UtilityTable
+from anyengine.engine.validation import check_request
+
+__all__ = ["DIALECT_VERSION", "EngineCore"]
+
+DIALECT_VERSION = "0.33.0"
+"""The vLLM release whose wire layout this engine speaks: clients pick theirs by it."""
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request in the engine, with what its outputs need beyond the sequence."""
+
+    seq: SequenceState
+    client_index: int
+    trace_headers: dict[str, str] | None
+    started: bool = False
+    """Whether the runner holds something for it."""
+
+    def output(self, new_token_ids: list[int], stop: Stop | None) -> EngineCoreOutput:
+        return EngineCoreOutput(
+            self.seq.request_id,
+            new_token_ids,
+            finish_reason=stop.finish_reason if stop else None,
+            stop_reason=stop.stop_reason if stop else None,
+            trace_headers=self.trace_headers,
+        )
+
+
+class EngineCore:
+    """Implements :class:`~anyengine.engine.interfaces.Engine`. Every method runs in the busy loop's thread.
+
+    Invariant: a request is in ``_live`` exactly as long as the scheduler has its sequence.
+    """
+
+    def __init__(self, runner: ModelRunner, config: EmbeddedEngine, *, rank: int = 0) -> None:
+        self._runner = runner
+        self._config = config
+        self._rank = rank
+        self._scheduler = Scheduler(
+            max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+        )
+        self._live: dict[str, _Live] = {}
+        self._unsent: list[tuple[int, EngineCoreOutput]] = []  # made between steps; they go out with the next one
+        self._statistics = EngineStatistics()
+        self._gate = PauseGate()
+        self._utilities = UtilityTable(
+            {
+                "get_supported_tasks": self._get_supported_tasks,
+                "get_engine_statistics": self._get_engine_statistics,
+                "is_scheduler_paused": self._is_paused,
+                "is_sleeping": self._is_paused,  # vLLM, too, counts paused as sleeping
+                "pause_scheduler": self._pause_scheduler,
+                "pause_generation": self._pause_generation,
+                "resume_scheduler": self._resume_scheduler,
+                "reset_prefix_cache": self._reset_prefix_cache,
+                "reset_mm_cache": self._reset_mm_cache,
+            }
+        )
+
+    def ready_response(self) -> EngineCoreReadyResponse:
+        config, max_model_len = self._config, self._runner.max_model_len
+        return EngineCoreReadyResponse(
+            max_model_len=max_model_len,
+            num_gpu_blocks=config.max_num_seqs,  # one contiguous block for each sequence
+            block_size=max_model_len,
+            dtype=self._runner.dtype,
+            vllm_version=DIALECT_VERSION,
+            world_size=1,
+            data_parallel_size=1,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            data_parallel_rank=self._rank,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            instance_id=uuid.uuid4().hex,
+            supports_lora=False,
+            max_loras=0,
+        )
+
+    def add(self, request: EngineCoreRequest) -> None:
+        self._statistics.adds_received += 1
+        client_index, request_id = request.client_index, request.request_id
+        if request_id in self._live:
+            self.refuse(client_index, request_id, f"request_id={request_id!r} is already in use")
+            return
+        if self._gate.refuses_new:
+            paused = EngineRequestError("engine_paused", "generation is paused", retryable=True)
+            self._fail(client_index, request_id, paused)
+            return
+        checked = check_request(request, vocab_size=self._runner.vocab_size, max_model_len=self._runner.max_model_len)
+        if isinstance(checked, str):
+            self.refuse(client_index, request_id, checked)
+            return
+        if request.abort_immediately:
+            return
+        prompt_token_ids, sampling = checked
+        arrival_order = self._statistics.adds_received
+        seq = SequenceState(request_id, prompt_token_ids, sampling, request.priority, arrival_order)
+        self._live[request_id] = _Live(seq, client_index, request.trace_headers)
+        self._scheduler.add(seq)
+
+    def refuse(self, client_index: int, request_id: str, reason: str) -> None:
+        self._fail(client_index, request_id, EngineRequestError("validation_error", reason, retryable=False))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._statistics.aborts_received += 1
+            if request_id in self._live:
+                self._forget(request_id)
+            else:
+                self._statistics.unknown_aborts += 1
+        gone = set(request_ids)
+        self._unsent = [(client, output) for client, output in self._unsent if output.request_id not in gone]
+
+    def abort_all(self) -> None:
+        for request_id, live in list(self._live.items()):
+            self._forget(request_id)
+            self._unsent.append((live.client_index, live.output([], Stop(FinishReason.ABORT))))
+
+    def count_malformed(self) -> None:
+        self._statistics.malformed_messages += 1
+
+    def has_work(self) -> bool:
+        if self._unsent or (self._gate.owes_answers and not self._scheduler.num_running):
+            return True
+        return not self._gate.frozen and self._scheduler.has_work(admit=not self._gate.paused)
+
+    def step(self) -> list[tuple[int, EngineCoreOutput]]:
+        scheduled = [] if self._gate.frozen else self._scheduler.schedule(admit=not self._gate.paused)
+        scheduled = self._start_new(scheduled)
+        outputs, self._unsent = self._unsent, []
+        if scheduled:
+            outputs += self._run(scheduled)
+        if not self._scheduler.num_running:
+            self._gate.settle()
+        return outputs
+
+    def scheduler_stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_running_reqs=self._scheduler.num_running,
+            num_waiting_reqs=self._scheduler.num_waiting,
+            step_counter=self._statistics.num_steps,
+        )
+
+    def utility(self, method: str, args: Sequence[Any]) -> Any:
+        return self._utilities.call(method, args)
+
+    def close(self) -> None:
+        self._runner.close()
+
+    # One step.
+
+    def _start_new(self, scheduled: list[ScheduledSequence]) -> list[ScheduledSequence]:
+        """Let the runner start what the scheduler has admitted. What it has no room for waits in its place in the
+        queue, and so do those behind it; running ones come first in ``scheduled``, so with none kept no room will
+        ever be freed."""
+        kept: list[ScheduledSequence] = []
+        full = False
+        for item in scheduled:
+            live = self._live[item.seq.request_id]
+            if not live.started and not full:
+                try:
+                    self._runner.start(item.seq)
+                    live.started = True
+                except MemoryError as exc:
+                    if not kept:
+                        self._give_up(live, "out_of_memory", exc)
+                        continue
+                    full = True
+                except Exception as exc:  # noqa: BLE001 - one request's trouble is one request's error
+                    self._give_up(live, "validation_error", exc)
+                    continue
+            if live.started:
+                kept.append(item)
+            else:
+                self._scheduler.requeue(item.seq)
+        return kept
+
+    def _run(self, scheduled: list[ScheduledSequence]) -> list[tuple[int, EngineCoreOutput]]:
+        token_ids = self._runner.step(scheduled)
+        self._statistics.num_steps += 1
+        outputs: list[tuple[int, EngineCoreOutput]] = []
+        for item, token_id in zip(scheduled, token_ids, strict=True):
+            seq = item.seq
+            if seq.num_computed_tokens < len(seq.prompt_token_ids):
+                self._statistics.num_prefill_tokens_computed += item.num_new_tokens
+            else:
+                self._statistics.num_decode_tokens_computed += item.num_new_tokens
+            seq.num_computed_tokens += item.num_new_tokens
+            if token_id is not None:
+                live = self._live[seq.request_id]
+                outputs.append((live.client_index, self._take_token(live, token_id)))
+        return outputs
+
+    def _take_token(self, live: _Live, token_id: int) -> EngineCoreOutput:
+        seq = live.seq
+        seq.output_token_ids.append(token_id)
+        stop = check_stop(seq, self._runner.max_model_len)
+        output = live.output([token_id], stop)
+        if len(seq.output_token_ids) == 1:
+            num_prompt_tokens = len(seq.prompt_token_ids)
+            output.prefill_stats = PrefillStats(num_prompt_tokens, num_computed_tokens=num_prompt_tokens)
+        if stop:
+            self._forget(seq.request_id)
+        return output
+
+    def _give_up(self, live: _Live, code: str, error: Exception) -> None:
+        self._forget(live.seq.request_id)
+        message = str(error) or type(error).__name__
+        self._fail(live.client_index, live.seq.request_id, EngineRequestError(code, message))
+
+    def _fail(self, client_index: int, request_id: str, error: EngineRequestError) -> None:
+        self._statistics.requests_failed += 1
+        output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error)
+        self._unsent.append((client_index, output))
+
+    def _forget(self, request_id: str) -> None:
+        del self._live[request_id]
+        self._scheduler.remove(request_id)
+        self._runner.finish(request_id)
+
+    # Utilities. Their signatures are vLLM's; what has no meaning here (caches that do not exist) is accepted and true.
+
+    def _get_supported_tasks(self) -> list[str]:
+        return ["generate"]
+
+    def _get_engine_statistics(self) -> dict[str, int]:
+        scheduler = self._scheduler
+        return {
+            **self._statistics.as_dict(),
+            "num_running_requests": scheduler.num_running,
+            "num_waiting_requests": scheduler.num_waiting,
+        }
+
+    def _reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        return True
+
+    def _reset_mm_cache(self) -> None:
+        return None
+
+    def _is_paused(self) -> bool:
+        return self._gate.paused
+
+    def _pause_scheduler(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
+        """New requests wait. The reply comes behind the last output of whatever had to end first."""
+        return self._pause(mode, refuse_new=False)
+
+    def _pause_generation(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
+        """The same, but new requests fail with a retryable error."""
+        return self._pause(mode, refuse_new=True)
+
+    def _pause(self, mode: PauseMode, *, refuse_new: bool) -> Future[None]:
+        if mode == "abort":
+            self.abort_all()
+        return self._gate.pause(mode, refuse_new=refuse_new)
+
+    def _resume_scheduler(self) -> None:
+        self._gate.resume()

@@ -1,0 +1,216 @@
+"""The two threads between an engine's sockets and its busy loop.
+
+Owns the input sockets (one DEALER for each client, in the input thread) and the output sockets (one PUSH for each
+client, in the output thread): a socket is created, used and closed by one thread. Knows the wire, and nothing of
+engines. Unlike vLLM's threads, neither can be killed by a message: what cannot be decoded goes to the busy loop as
+:class:`Malformed`, what cannot be encoded becomes a failure reply. Mirrors ``EngineCoreProc.process_input_sockets``
+and ``process_output_sockets`` of vLLM 0.32/0.33.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import ClassVar
+
+import zmq
+
+from anyengine._wire import (
+    ENGINE_CORE_DEAD,
+    Dialect,
+    EngineCoreOutputs,
+    EngineInput,
+    Frame,
+    UtilityOutput,
+)
+from anyengine.engine.malformed import Malformed, salvage
+from anyengine.exceptions import DecodeError, EncodeError
+
+__all__ = ["Command", "InputThread", "OutputThread", "StopEngine", "ThreadFailed", "utility_failure"]
+
+logger = logging.getLogger(__name__)
+
+
+def utility_failure(call_id: int, method: str, reason: str) -> UtilityOutput:
+    """A failure reply, in vLLM's words."""
+    return UtilityOutput(call_id, f"Call to {method} method failed: {reason}", None)
+
+
+@dataclass(slots=True, frozen=True)
+class StopEngine:
+    """Stop gracefully (SIGTERM, or the host is gone)."""
+
+
+@dataclass(slots=True, frozen=True)
+class ThreadFailed:
+    """An input or output thread ended by a bug of ours: fatal for the engine."""
+
+    error: BaseException
+
+
+Command = EngineInput | Malformed | StopEngine | ThreadFailed
+
+
+class _SocketThread(ABC):
+    """One socket for each address, created, used and closed in one thread."""
+
+    name: ClassVar[str]
+    socket_type: ClassVar[int]
+    linger_ms: ClassVar[int]
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], addresses: Sequence[str], commands: SimpleQueue[Command]
+    ) -> None:
+        self._context = context
+        self._addresses = addresses
+        self._commands = commands
+        self._connected: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name=self.name)
+
+    def start(self) -> None:
+        """Returns when all sockets have been connected.
+
+        Raises:
+            zmq.ZMQError: an address makes no sense. The thread has ended.
+        """
+        self._thread.start()
+        self._connected.result()
+
+    def _run(self) -> None:
+        sockets: list[zmq.Socket[bytes]] = []
+        try:
+            for address in self._addresses:
+                sockets.append(socket := self._context.socket(self.socket_type))
+                self._configure(socket)
+                socket.connect(address)
+            self._connected.set_result(None)
+            self._work(sockets)
+        except BaseException as exc:  # noqa: BLE001 - whatever it is, the main thread has to know
+            if self._connected.done():
+                self._commands.put(ThreadFailed(exc))
+            else:
+                self._connected.set_exception(exc)
+        finally:
+            for socket in sockets:
+                socket.close(linger=self.linger_ms)
+
+    def _configure(self, socket: zmq.Socket[bytes]) -> None:
+        socket.set_hwm(0)
+
+    @abstractmethod
+    def _work(self, sockets: list[zmq.Socket[bytes]]) -> None:
+        """Until the thread is told to stop."""
+
+
+class InputThread(_SocketThread):
+    """Registers with every client, then turns messages into commands, in order of arrival."""
+
+    name = "engine-input"
+    socket_type = zmq.DEALER
+    linger_ms = 0
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        addresses: Sequence[str],
+        commands: SimpleQueue[Command],
+        *,
+        dialect: Dialect,
+        identity: bytes,
+        registration: bytes,
+    ) -> None:
+        super().__init__(context, addresses, commands)
+        self._dialect = dialect
+        self._identity = identity
+        self._registration = registration
+        self._wake_reader, self._wake_writer = os.pipe()
+
+    def stop(self) -> None:
+        """End the thread. Messages that have not been read are dropped."""
+        os.write(self._wake_writer, b"\0")
+        self._thread.join()
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
+
+    def _configure(self, socket: zmq.Socket[bytes]) -> None:
+        super()._configure(socket)
+        socket.setsockopt(zmq.IDENTITY, self._identity)
+
+    def _work(self, sockets: list[zmq.Socket[bytes]]) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake_reader, zmq.POLLIN)
+        for socket in sockets:
+            socket.send(self._registration)
+            poller.register(socket, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._wake_reader in ready:
+                return
+            for index, socket in enumerate(sockets):
+                if socket in ready:
+                    self._commands.put(self._decode(socket.recv_multipart(), index))
+
+    def _decode(self, frames: list[bytes], input_index: int) -> Command:
+        try:
+            return self._dialect.decode_input(frames)
+        except DecodeError as exc:
+            return salvage(frames, str(exc), input_index=input_index)
+
+
+class OutputThread(_SocketThread):
+    """Encodes and sends, in the order of :meth:`send`. No client can block it: its sockets have no high-water mark."""
+
+    name = "engine-output"
+    socket_type = zmq.PUSH
+    linger_ms = 4000  # as vLLM: long enough for the last outputs, short enough for a supervisor's grace period
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        addresses: Sequence[str],
+        commands: SimpleQueue[Command],
+        *,
+        dialect: Dialect,
+    ) -> None:
+        super().__init__(context, addresses, commands)
+        self._dialect = dialect
+        self._queue: SimpleQueue[tuple[int, EngineCoreOutputs, str] | bytes | None] = SimpleQueue()
+
+    def send(self, client_index: int, outputs: EngineCoreOutputs, *, method: str = "") -> None:
+        """``method``: the utility that this is the reply of."""
+        self._queue.put((client_index, outputs, method))
+
+    def send_dead(self) -> None:
+        """ENGINE_CORE_DEAD on every socket, as its last frame: nothing may be sent afterwards."""
+        self._queue.put(ENGINE_CORE_DEAD)
+
+    def stop(self) -> None:
+        """Send what is queued, and end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self, sockets: list[zmq.Socket[bytes]]) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, bytes):
+                for socket in sockets:
+                    socket.send(item)
+            else:
+                client_index, outputs, method = item
+                sockets[client_index].send_multipart(self._encode(outputs, method), copy=False)
+
+    def _encode(self, outputs: EngineCoreOutputs, method: str) -> list[Frame]:
+        try:
+            return self._dialect.encode_outputs(outputs)
+        except EncodeError as exc:
+            call = outputs.utility_output
+            if call is None:
+                raise
+            logger.error("the result of utility call %s cannot be encoded: %s", method, exc)
+            failure = utility_failure(call.call_id, method, f"its result cannot be encoded: {exc}")
+            return self._dialect.encode_outputs(EngineCoreOutputs(outputs.engine_index, utility_output=failure))

@@ -1,0 +1,81 @@
+"""What an engine refuses, one request at a time. vLLM's engine trusts its front end and dies, or falls silent, of
+most of these.
+
+Owns the checks that need the model's limits, the value ranges of sampling parameters (vLLM checks them while
+decoding) and the refusal of features that need more than a token from the model runner. Whether the sampler can do
+the rest is the runner's to say.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+
+from anyengine._wire import EngineCoreRequest, WireSamplingParams
+
+__all__ = ["check_request"]
+
+_UNSUPPORTED_REQUEST_FIELDS = ("pooling_params", "mm_features", "lora_request", "prompt_embeds", "resumable")
+_UNSUPPORTED_SAMPLING_FIELDS = (
+    "logprobs",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "prompt_logprob_token_ids",
+    "structured_outputs",
+    "repetition_detection",
+    "thinking_token_budget",
+)
+_SAMPLING_RANGES = {  # field: smallest, largest
+    "temperature": (0.0, 2.0),
+    "top_p": (math.ulp(0.0), 1.0),
+    "top_k": (-1, math.inf),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (math.ulp(0.0), sys.float_info.max),
+    "max_tokens": (1, math.inf),
+    "min_tokens": (0, math.inf),
+}
+
+
+def check_request(
+    request: EngineCoreRequest, *, vocab_size: int, max_model_len: int
+) -> tuple[list[int], WireSamplingParams] | str:
+    """The prompt and the sampling parameters of ``request``; or why it cannot be served: field, value and limit."""
+    for field in _UNSUPPORTED_REQUEST_FIELDS:
+        if getattr(request, field):
+            return f"{field} is not supported by this engine"
+    prompt, sampling = request.prompt_token_ids, request.sampling_params
+    if sampling is None:
+        return "sampling_params is missing"
+    if not prompt:
+        return "prompt_token_ids is empty"
+    refusal = _sampling_refusal(sampling) or _prompt_refusal(prompt, vocab_size, max_model_len)
+    return refusal or (prompt, sampling)
+
+
+def _sampling_refusal(sampling: WireSamplingParams) -> str | None:
+    for field in _UNSUPPORTED_SAMPLING_FIELDS:
+        if getattr(sampling, field) is not None:
+            return f"sampling parameter {field} is not supported by this engine"
+    if sampling.max_tokens is None:
+        return "max_tokens is missing"
+    for field, (smallest, largest) in _SAMPLING_RANGES.items():
+        value = getattr(sampling, field)
+        if not smallest <= value <= largest:  # NaN included
+            return f"{field}={value!r} is out of range"
+    if sampling.min_tokens > sampling.max_tokens:
+        return f"min_tokens={sampling.min_tokens} exceeds max_tokens={sampling.max_tokens}"
+    return None
+
+
+def _prompt_refusal(prompt: list[int], vocab_size: int, max_model_len: int) -> str | None:
+    if len(prompt) >= max_model_len:
+        return (
+            f"prompt_token_ids has {len(prompt)} tokens, which leaves no room for an output token: "
+            f"prompt and output together are limited to {max_model_len}"
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        culprit = next(token for token in prompt if not 0 <= token < vocab_size)
+        return f"prompt_token_ids contains {culprit}, which is outside the vocabulary of {vocab_size} tokens"
+    return None

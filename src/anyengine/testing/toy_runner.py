@@ -1,0 +1,118 @@
+"""A model runner without a model: deterministic tokens, no torch, faults on demand.
+
+For tests that want a real engine process behind real sockets, started in a fraction of a second::
+
+    EmbeddedEngine(runner="anyengine.testing.toy_runner:create_runner", runner_options={"step_delay_s": 0.01})
+
+The next token depends on the seed and on all tokens before it, and on nothing else: not on sampling parameters,
+batch-mates or timing. :func:`expected_tokens` says what an undisturbed generation yields. Owns no engine logic: it
+sits where a model would.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from anyengine._process.status import Status
+from anyengine.config import EmbeddedEngine
+from anyengine.engine.interfaces import ModelRunner, ScheduledSequence, SequenceState
+
+__all__ = ["ToyOptions", "ToyRunner", "create_runner", "expected_tokens", "next_token"]
+
+
+class ToyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What ``runner_options`` may hold. Steps count from 1."""
+
+    vocab_size: int = 1000
+    max_model_len: int = 2048
+    eos_token_id: int = -1
+    """-1: none, so that generations end where their limits say."""
+    step_delay_s: float = 0.0
+    """A real sleep inside every step: a slow model."""
+    fail_at_step: int = 0
+    exit_at_step: int = 0
+    """The process vanishes in this step, as if killed."""
+    fail_on_load: str = ""
+    """Load fails with a RuntimeError of this text."""
+    hang_on_load: bool = False
+
+
+def next_token(seed: int, tokens: Sequence[int], vocab_size: int) -> int:
+    """The token after ``tokens``."""
+    return zlib.crc32(array("q", tokens).tobytes(), seed) % vocab_size
+
+
+def expected_tokens(prompt: Sequence[int], n: int, *, seed: int = 0, vocab_size: int = 1000) -> list[int]:
+    """The first ``n`` tokens that a toy engine generates after ``prompt``, stop conditions aside."""
+    tokens = list(prompt)
+    for _ in range(n):
+        tokens.append(next_token(seed, tokens, vocab_size))
+    return tokens[len(prompt) :]
+
+
+class ToyRunner:
+    """Implements :class:`~anyengine.engine.interfaces.ModelRunner`, and checks that it is used as agreed."""
+
+    dtype = "float32"
+
+    def __init__(self, options: ToyOptions, *, seed: int, max_model_len: int) -> None:
+        self.vocab_size = options.vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids: tuple[int, ...] = (options.eos_token_id,) if options.eos_token_id >= 0 else ()
+        self._options = options
+        self._seed = seed
+        self._num_steps = 0
+        self._num_cached_tokens: dict[str, int] = {}
+
+    def start(self, seq: SequenceState) -> None:
+        if seq.request_id in self._num_cached_tokens:
+            raise RuntimeError(f"{seq.request_id!r} was started twice")
+        self._num_cached_tokens[seq.request_id] = 0
+
+    def finish(self, request_id: str) -> None:
+        self._num_cached_tokens.pop(request_id, None)
+
+    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[int | None]:
+        self._num_steps += 1
+        if self._options.step_delay_s:
+            time.sleep(self._options.step_delay_s)
+        if self._num_steps == self._options.exit_at_step:
+            os._exit(66)
+        if self._num_steps == self._options.fail_at_step:
+            raise RuntimeError(f"the toy fails at step {self._num_steps}, as told")
+        return [self._compute(item.seq, item.num_new_tokens) for item in scheduled]
+
+    def close(self) -> None:
+        self._num_cached_tokens.clear()
+
+    def _compute(self, seq: SequenceState, num_new_tokens: int) -> int | None:
+        num_cached_tokens = self._num_cached_tokens[seq.request_id]
+        if num_cached_tokens != seq.num_computed_tokens or num_new_tokens < 1:
+            raise RuntimeError(
+                f"{seq.request_id!r}: {num_cached_tokens} tokens are cached, not {seq.num_computed_tokens}"
+            )
+        num_cached_tokens = self._num_cached_tokens[seq.request_id] = num_cached_tokens + num_new_tokens
+        if num_cached_tokens > seq.num_tokens:
+            raise RuntimeError(f"{seq.request_id!r} has {seq.num_tokens} tokens, {num_cached_tokens} were scheduled")
+        if num_cached_tokens < seq.num_tokens:
+            return None
+        return next_token(self._seed, seq.prompt_token_ids + seq.output_token_ids, self.vocab_size)
+
+
+def create_runner(config: EmbeddedEngine, report: Callable[[Status], None]) -> ModelRunner:
+    """The factory that ``EmbeddedEngine.runner`` names. Raises RuntimeError when ``fail_on_load`` says so."""
+    options = msgspec.convert(config.runner_options, ToyOptions)
+    report(Status("loading", detail="toy"))
+    if options.hang_on_load:
+        threading.Event().wait()
+    if options.fail_on_load:
+        raise RuntimeError(options.fail_on_load)
+    max_model_len = min(options.max_model_len, config.max_model_len or options.max_model_len)
+    return ToyRunner(options, seed=config.seed, max_model_len=max_model_len)

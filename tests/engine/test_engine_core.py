@@ -1,0 +1,197 @@
+"""The engine core without a process: stop conditions, admission, pauses and what a runner may do to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from anyengine._wire import EngineCoreOutput, EngineCoreRequest, FinishReason, WireSamplingParams
+from anyengine.config import EmbeddedEngine
+from anyengine.engine.core import EngineCore
+from anyengine.engine.interfaces import ScheduledSequence, SequenceState
+from anyengine.engine.stopping import Stop, check_stop
+from anyengine.testing.toy_runner import ToyOptions, ToyRunner, create_runner, expected_tokens
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+def core(runner: ToyRunner | None = None, **config: Any) -> EngineCore:
+    runner = runner or ToyRunner(ToyOptions(), seed=0, max_model_len=64)
+    return EngineCore(runner, EmbeddedEngine(**config))
+
+
+def add(engine: EngineCore, request_id: str, prompt: list[int] | None = None, **sampling: Any) -> None:
+    engine.add(EngineCoreRequest(request_id, prompt or PROMPT, sampling_params=WireSamplingParams(**sampling)))
+
+
+def run(engine: EngineCore) -> list[EngineCoreOutput]:
+    """Step until nothing is left to do."""
+    outputs: list[EngineCoreOutput] = []
+    while engine.has_work():
+        outputs += [output for _, output in engine.step()]
+    return outputs
+
+
+def finished(outputs: Sequence[EngineCoreOutput]) -> dict[str, int]:
+    return {output.request_id: output.finish_reason for output in outputs if output.finish_reason is not None}
+
+
+@pytest.mark.parametrize(
+    ("output", "sampling", "stop"),
+    [
+        ([5], {"eos_token_id": 5}, Stop(FinishReason.STOP)),
+        ([5], {"eos_token_id": 5, "stop_token_ids": [5], "max_tokens": 1}, Stop(FinishReason.STOP)),
+        ([5], {"stop_token_ids": [4, 5], "max_tokens": 1}, Stop(FinishReason.STOP, 5)),
+        ([5], {"max_tokens": 1}, Stop(FinishReason.LENGTH)),
+        ([5], {"eos_token_id": 5, "min_tokens": 2}, None),
+        ([5], {"stop_token_ids": [5], "min_tokens": 2}, None),
+        ([5], {"eos_token_id": 5, "min_tokens": 1, "max_tokens": 1}, Stop(FinishReason.STOP)),
+        ([1, 2, 3], {"min_tokens": 9}, Stop(FinishReason.LENGTH)),  # max_model_len
+        ([1, 2], {}, None),
+    ],
+)
+def test_stop_conditions(output: list[int], sampling: dict[str, Any], stop: Stop | None) -> None:
+    seq = SequenceState("a", [0] * 7, WireSamplingParams(**sampling), output_token_ids=output)
+    assert check_stop(seq, max_model_len=10) == stop
+
+
+def test_generation_ends_at_max_model_len() -> None:
+    engine = core()
+    add(engine, "a", [1] * 60, max_tokens=50)
+    outputs = run(engine)
+    assert [token for output in outputs for token in output.new_token_ids] == expected_tokens([1] * 60, 4)
+    assert finished(outputs) == {"a": FinishReason.LENGTH}
+
+
+def test_an_abort_takes_its_unsent_error_along() -> None:
+    engine = core()
+    add(engine, "bad", [-1])
+    engine.abort(["bad"])
+    assert run(engine) == []
+
+
+class SmallRunner(ToyRunner):
+    """Has room for so many sequences, and does not like some."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__(ToyOptions(), seed=0, max_model_len=64)
+        self.room = room
+        self.held: set[str] = set()
+
+    def start(self, seq: SequenceState) -> None:
+        if seq.sampling.logit_bias:
+            raise ValueError("logit_bias is not supported")
+        if len(self.held) >= self.room:
+            raise MemoryError("the cache is full")
+        super().start(seq)
+        self.held.add(seq.request_id)
+
+    def finish(self, request_id: str) -> None:
+        super().finish(request_id)
+        self.held.discard(request_id)
+
+    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[int | None]:
+        assert scheduled
+        return super().step(scheduled)
+
+
+def test_a_request_that_the_runner_has_no_room_for_waits_its_turn() -> None:
+    runner = SmallRunner(room=2)
+    engine = core(runner)
+    for name in ("a", "b", "c", "d"):
+        add(engine, name, max_tokens=3)
+    outputs = run(engine)
+    order = [output.request_id for output in outputs if output.finish_reason is not None]
+    assert order == ["a", "b", "c", "d"]
+    for name in order:
+        mine = [token for output in outputs if output.request_id == name for token in output.new_token_ids]
+        assert mine == expected_tokens(PROMPT, 3)
+    assert runner.held == set()
+
+
+def test_a_request_that_never_fits_fails_alone() -> None:
+    engine = core(SmallRunner(room=0))
+    add(engine, "a")
+    (output,) = run(engine)
+    assert output.error is not None
+    assert (output.error.code, output.error.message) == (
+        "out_of_memory",
+        "the cache is full",
+    )
+    assert not engine.has_work()
+
+
+def test_what_the_runner_refuses_fails_alone() -> None:
+    engine = core(SmallRunner(room=2))
+    add(engine, "odd", logit_bias={1: 1.0})
+    add(engine, "a", max_tokens=2)
+    outputs = run(engine)
+    assert finished(outputs) == {"odd": FinishReason.ERROR, "a": FinishReason.LENGTH}
+    assert outputs[0].error is not None
+    assert outputs[0].error.message == "logit_bias is not supported"
+
+
+def test_max_num_seqs_bounds_the_batch() -> None:
+    runner = SmallRunner(room=2)  # more than two at once would raise, and be seen as waiting in vain
+    engine = core(runner, max_num_seqs=2)
+    for number in range(7):
+        add(engine, f"r{number}", max_tokens=4)
+    engine.step()
+    assert engine.scheduler_stats().num_running_reqs == 2
+    assert engine.scheduler_stats().num_waiting_reqs == 5
+    assert len(finished(run(engine))) == 7
+
+
+def test_resuming_fails_a_pause_that_still_waits() -> None:
+    engine = core()
+    add(engine, "a", max_tokens=20)
+    engine.step()
+    paused = engine.utility("pause_scheduler", ["wait"])
+    engine.step()
+    assert not paused.done()
+    engine.utility("resume_scheduler", [])
+    with pytest.raises(RuntimeError, match="resumed before the engine was idle"):
+        paused.result(timeout=0)
+    assert finished(run(engine)) == {"a": FinishReason.LENGTH}
+
+
+def test_aborting_the_last_running_request_completes_a_pause() -> None:
+    engine = core()
+    add(engine, "a")
+    engine.step()
+    paused = engine.utility("pause_scheduler", ["wait"])
+    engine.abort(["a"])
+    assert run(engine) == []
+    assert paused.done()
+
+
+def test_priority_decides_who_joins_first() -> None:
+    engine = core(max_num_seqs=1)
+    for name, priority in (("later", 1), ("normal", 0), ("urgent", -1)):
+        sampling = WireSamplingParams(max_tokens=1)
+        engine.add(EngineCoreRequest(name, PROMPT, sampling_params=sampling, priority=priority))
+    assert list(finished(run(engine))) == ["urgent", "normal", "later"]
+
+
+def test_trace_headers_are_echoed() -> None:
+    engine = core()
+    sampling = WireSamplingParams(max_tokens=2)
+    engine.add(EngineCoreRequest("a", PROMPT, sampling_params=sampling, trace_headers={"traceparent": "00-1"}))
+    assert [output.trace_headers for output in run(engine)] == [{"traceparent": "00-1"}] * 2
+
+
+def test_the_toy_honours_its_settings() -> None:
+    assert expected_tokens([1, 2, 3], 4) == expected_tokens([1, 2, 3], 2) + expected_tokens(
+        [1, 2, 3, *expected_tokens([1, 2, 3], 2)], 2
+    )
+    assert expected_tokens([1], 8, seed=1) != expected_tokens([1], 8, seed=2)
+    assert max(expected_tokens([1], 200, vocab_size=7)) < 7
+    config = EmbeddedEngine(seed=3, max_model_len=10, runner_options={"vocab_size": 50, "eos_token_id": 2})
+    runner = create_runner(config, lambda status: None)
+    assert (runner.vocab_size, runner.max_model_len, runner.eos_token_ids) == (50, 10, (2,))
+    engine = EngineCore(runner, config)
+    add(engine, "a", [1], max_tokens=6)
+    tokens = [token for output in run(engine) for token in output.new_token_ids]
+    assert tokens == expected_tokens([1], 6, seed=3, vocab_size=50)

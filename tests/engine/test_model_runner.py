@@ -1,0 +1,238 @@
+"""The transformers runner on tiny models: the same tokens as ``generate``, whoever else is in the batch."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from reference_generation import Reference, assert_agrees, reference_of
+from tiny_models import (
+    ARCHITECTURES,
+    MAX_POSITIONS,
+    VOCAB_SIZE,
+    advance,
+    generate_staggered,
+    make_sequence,
+    make_tiny_model,
+    open_runner,
+)
+
+from anyengine.config import EmbeddedEngine
+from anyengine.engine.interfaces import ModelRunner, ScheduledSequence
+from anyengine.engine.model_runner import create_runner
+
+MAX_TOKENS = 24
+_random = random.Random(2)
+PROMPTS = [[_random.randrange(VOCAB_SIZE) for _ in range(_random.randrange(1, 40))] for _ in range(20)]
+TEN_TOKENS = list(range(20, 30))
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def tiny_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(request.param, tmp_path_factory.mktemp("models") / request.param)
+
+
+@pytest.fixture(scope="module")
+def references(tiny_model: Path) -> list[Reference]:
+    torch.set_num_threads(1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32")
+    return [reference_of(model, prompt, MAX_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("qwen2", tmp_path_factory.mktemp("models") / "qwen2")
+
+
+@pytest.fixture
+def runner(qwen2: Path) -> Iterator[ModelRunner]:
+    runner = open_runner(qwen2)
+    yield runner
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "chunk_tokens"),
+    [(1, 10**6), (8, 10**6), (8, 7)],
+    ids=["alone", "batch of 8", "batch of 8 in chunks"],
+)
+def test_greedy_ids_equal_generate(
+    tiny_model: Path,
+    references: list[Reference],
+    batch_size: int,
+    chunk_tokens: int,
+    record_property: Callable[[str, object], None],
+) -> None:
+    runner = open_runner(tiny_model)
+    seqs = [make_sequence(str(index), prompt, max_tokens=MAX_TOKENS) for index, prompt in enumerate(PROMPTS)]
+    generate_staggered(runner, seqs, batch_size=batch_size, chunk_tokens=chunk_tokens)
+    assert len({token for seq in seqs for token in seq.output_token_ids}) > 20, (
+        "the model repeats itself: it tests nothing"
+    )
+    for seq, reference in zip(seqs, references, strict=True):
+        if note := assert_agrees(f"{tiny_model.name}, prompt {seq.request_id}", seq.output_token_ids, reference):
+            record_property("note", note)
+            print(note)
+
+
+def test_joining_neither_recomputes_nor_adds_passes(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who decodes computes one token in each step, in one pass with all others who decode, whoever joins."""
+    shapes: list[tuple[int, ...]] = []
+    forward = runner._model.forward  # type: ignore[attr-defined]  # what the runner asks of the model is the point here
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        shapes.append(tuple(kwargs["input_ids"].shape))
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(runner._model, "forward", counting)  # type: ignore[attr-defined]
+    seqs = [make_sequence(str(index), TEN_TOKENS * (index + 1), max_tokens=50) for index in range(3)]
+    running = []
+    for seq in seqs:
+        runner.start(seq)
+        running.append(seq)
+        advance(runner, running)
+        advance(runner, running)
+    assert shapes == [(1, 10), (1, 1), (1, 1), (1, 20), (2, 1), (2, 1), (1, 30), (3, 1)]
+
+
+def test_prompts_of_one_length_share_a_pass(runner: ModelRunner) -> None:
+    alone = [make_sequence(f"alone {index}", PROMPTS[index][:1] * 5, max_tokens=8) for index in range(4)]
+    generate_staggered(runner, alone, batch_size=1)
+    together = [make_sequence(f"together {index}", PROMPTS[index][:1] * 5, max_tokens=8) for index in range(4)]
+    for seq in together:
+        runner.start(seq)
+    for _ in range(8):
+        advance(runner, together)
+    assert [seq.output_token_ids for seq in together] == [seq.output_token_ids for seq in alone]
+
+
+def test_any_subset_and_order_of_sequences_may_be_scheduled(runner: ModelRunner) -> None:
+    """Scattered slots take another way through the cache; results come back in the order of the schedule."""
+    seqs = [make_sequence(str(index), PROMPTS[index], max_tokens=12) for index in range(5)]
+    expected = [make_sequence(f"alone {index}", PROMPTS[index], max_tokens=12) for index in range(5)]
+    generate_staggered(runner, expected, batch_size=1)
+    for seq in seqs:
+        runner.start(seq)
+    choose = random.Random(3)
+    while unfinished := [seq for seq in seqs if len(seq.output_token_ids) < 12]:
+        advance(runner, choose.sample(unfinished, choose.randrange(1, len(unfinished) + 1)))
+    assert [seq.output_token_ids for seq in seqs] == [seq.output_token_ids for seq in expected]
+
+
+def test_a_preempted_sequence_resumes_with_the_same_tokens(runner: ModelRunner) -> None:
+    sampling: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 12}
+    expected, seq = make_sequence("whole", PROMPTS[1], **sampling), make_sequence("interrupted", PROMPTS[1], **sampling)
+    generate_staggered(runner, [expected], batch_size=1)
+    runner.start(seq)
+    for _ in range(5):
+        advance(runner, [seq])
+    runner.finish(seq.request_id)
+    seq.num_computed_tokens = 0
+    generate_staggered(runner, [seq], batch_size=1)
+    assert seq.output_token_ids == expected.output_token_ids
+
+
+@pytest.mark.feature("R06")
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch_of_16(runner: ModelRunner) -> None:
+    sampling: dict[str, Any] = {"temperature": 1.0, "seed": 11, "max_tokens": 16, "top_p": 0.95}
+    alone, crowded = make_sequence("alone", PROMPTS[2], **sampling), make_sequence("crowded", PROMPTS[2], **sampling)
+    generate_staggered(runner, [alone], batch_size=1)
+    others = [make_sequence(str(index), PROMPTS[index], temperature=1.0, max_tokens=30) for index in range(15)]
+    generate_staggered(runner, [*others, crowded], batch_size=16, steps_between=1)
+    assert crowded.output_token_ids == alone.output_token_ids
+
+
+def test_requests_without_a_seed_differ(runner: ModelRunner) -> None:
+    seqs = [make_sequence(str(index), PROMPTS[2], temperature=1.0, max_tokens=16) for index in range(2)]
+    generate_staggered(runner, seqs, batch_size=2)
+    assert seqs[0].output_token_ids != seqs[1].output_token_ids
+
+
+def test_min_tokens_keep_the_end_away(runner: ModelRunner) -> None:
+    free = make_sequence("free", PROMPTS[3], max_tokens=4)
+    generate_staggered(runner, [free], batch_size=1)
+    first = free.output_token_ids[0]
+    bound = make_sequence(
+        "bound", PROMPTS[3], max_tokens=4, min_tokens=2, eos_token_id=first, all_stop_token_ids={first}
+    )
+    generate_staggered(runner, [bound], batch_size=1)
+    assert first not in bound.output_token_ids[:2]
+
+
+def test_start_refuses_what_cannot_be_done_and_keeps_nothing(runner: ModelRunner) -> None:
+    for refused in ({"logprobs": 1}, {"logit_bias": {VOCAB_SIZE: 1.0}}, {"bad_words": ["word"]}):
+        with pytest.raises(ValueError, match=next(iter(refused))):
+            runner.start(make_sequence("refused", PROMPTS[0], **refused))
+    runner.start(make_sequence("refused", PROMPTS[0]))
+
+
+def test_no_slot_left_is_a_memory_error_and_finish_makes_room(qwen2: Path) -> None:
+    runner = open_runner(qwen2, max_num_seqs=2)
+    for name in "ab":
+        runner.start(make_sequence(name, PROMPTS[0]))
+    with pytest.raises(MemoryError, match="2 slots"):
+        runner.start(make_sequence("c", PROMPTS[0]))
+    runner.finish("a")
+    runner.finish("unknown")
+    runner.start(make_sequence("c", PROMPTS[0]))
+
+
+def test_limits_of_the_model(qwen2: Path) -> None:
+    runner = open_runner(qwen2)
+    assert (runner.vocab_size, runner.max_model_len, runner.dtype) == (VOCAB_SIZE, MAX_POSITIONS, "float32")
+    assert runner.eos_token_ids == ()
+    assert open_runner(qwen2, max_model_len=64, dtype="bfloat16").max_model_len == 64
+    with pytest.raises(ValueError, match=f"max_model_len={MAX_POSITIONS + 1}.*{MAX_POSITIONS}"):
+        open_runner(qwen2, max_model_len=MAX_POSITIONS + 1)
+
+
+def test_a_sequence_may_fill_the_model_to_its_last_position(qwen2: Path) -> None:
+    runner = open_runner(qwen2, max_model_len=16)
+    seq = make_sequence("long", TEN_TOKENS, max_tokens=1000)
+    runner.start(seq)
+    while seq.num_tokens < 16:
+        advance(runner, [seq])
+    assert seq.num_tokens == 16
+
+
+def test_all_end_ids_of_the_generation_config_are_known(tmp_path: Path) -> None:
+    model_dir = make_tiny_model("qwen2", tmp_path / "model", eos_token_id=7)
+    assert open_runner(model_dir).eos_token_ids == (7,)
+    transformers.GenerationConfig(eos_token_id=[7, 9]).save_pretrained(model_dir)
+    assert open_runner(model_dir).eos_token_ids == (7, 9)
+
+
+def test_pickled_weights_are_not_read(qwen2: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((qwen2 / "config.json").read_bytes())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch owned'\ntR.")
+    with pytest.raises(ValueError, match="safetensors"):
+        open_runner(tmp_path)
+
+
+def test_progress_is_reported(qwen2: Path) -> None:
+    reports: list[Any] = []
+    create_runner(EmbeddedEngine(model=str(qwen2)), reports.append)
+    assert [report.stage for report in reports] == ["resolving", "resolving", "loading", "loading"]
+    assert reports[1].model_dir == str(qwen2)
+    assert [report.fraction for report in reports[2:]] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers"])
+def test_a_missing_package_names_the_extra(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; import anyengine.engine.model_runner"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert 'pip install "anyengine[torch]"' in done.stderr.splitlines()[-1]
+
+
+def test_a_step_may_be_all_chunks(runner: ModelRunner) -> None:
+    seq = make_sequence("chunked", TEN_TOKENS)
+    runner.start(seq)
+    assert runner.step([ScheduledSequence(seq, 4)]) == [None]
