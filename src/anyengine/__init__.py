@@ -1,1 +1,137 @@
-"""anyengine: a structured-concurrency client for LLM engine cores."""
+"""anyengine: a structured-concurrency client for LLM engine cores.
+
+One ``async with EngineClient(...)`` under trio or asyncio owns everything: sockets, tasks, engine processes. When the
+block ends, all of it has ended; when an engine dies, everyone who waits is told at once, with the cause.
+
+Importing the package loads nothing but this table: an engine process runs it too, and must not pay for the client. Each
+name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ._client.client import EngineClient
+    from ._client.core_client import EngineCoreClient
+    from ._client.request_stream import RequestStream
+    from ._client.session import ClientState
+    from ._process.status import Status
+    from ._protocol import EEPNotification, FaultStatus
+    from ._wire import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+    from .config import CommandEngine, EmbeddedEngine
+    from .exceptions import (
+        ClientClosedError,
+        ClientFailedError,
+        DecodeError,
+        DrainTimeout,
+        EncodeError,
+        EngineAsleepError,
+        EngineDeadError,
+        EngineError,
+        EngineStartupError,
+        EngineUnresponsiveError,
+        LocalProtocolError,
+        OutputProcessingError,
+        OverloadedError,
+        ProtocolError,
+        RemoteProtocolError,
+        RequestError,
+        RequestFailed,
+        RequestRejected,
+        RequestTimeout,
+        StartupTimeout,
+        UtilityError,
+        UtilityTimeout,
+        WrongLoopError,
+    )
+    from .outputs import FinishReason, RequestOutput
+    from .params import OutputKind, SamplingParams
+
+__all__ = [
+    "ClientClosedError",
+    "ClientFailedError",
+    "ClientState",
+    "CommandEngine",
+    "DecodeError",
+    "DrainTimeout",
+    "EEPNotification",
+    "EmbeddedEngine",
+    "EncodeError",
+    "EngineAsleepError",
+    "EngineClient",
+    "EngineCoreClient",
+    "EngineCoreOutput",
+    "EngineCoreOutputs",
+    "EngineCoreRequest",
+    "EngineDeadError",
+    "EngineError",
+    "EngineStartupError",
+    "EngineUnresponsiveError",
+    "FaultStatus",
+    "FinishReason",
+    "LocalProtocolError",
+    "OutputKind",
+    "OutputProcessingError",
+    "OverloadedError",
+    "ProtocolError",
+    "RemoteProtocolError",
+    "RequestError",
+    "RequestFailed",
+    "RequestOutput",
+    "RequestRejected",
+    "RequestStream",
+    "RequestTimeout",
+    "SamplingParams",
+    "StartupTimeout",
+    "Status",
+    "UtilityError",
+    "UtilityTimeout",
+    "WrongLoopError",
+]
+
+_HOMES = {
+    name: module
+    for module, names in {
+        "_client.client": ("EngineClient",),
+        "_client.core_client": ("EngineCoreClient",),
+        "_client.request_stream": ("RequestStream",),
+        "_client.session": ("ClientState",),
+        "_protocol": (
+            "EEPNotification",
+            "FaultStatus",
+        ),
+        "_wire": (
+            "EngineCoreOutput",
+            "EngineCoreOutputs",
+            "EngineCoreRequest",
+        ),
+        "config": (
+            "CommandEngine",
+            "EmbeddedEngine",
+        ),
+        "outputs": (
+            "FinishReason",
+            "RequestOutput",
+        ),
+        "params": (
+            "OutputKind",
+            "SamplingParams",
+        ),
+        "_process.status": ("Status",),
+    }.items()
+    for name in names
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOMES.get(name, 'exceptions')}", __name__), name)
+    globals()[name] = value  # found here without this function from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,164 @@
+"""The order in which a session starts and stops.
+
+Owns the one place where a task group is open across a yield: the client's own context manager. Leaving it, in whatever
+way,
+leaves nothing behind: consumers told, processes reaped, sockets closed, ipc files gone, tasks ended, in that order.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+
+from anyengine._process.launch import launch_engine
+from anyengine._process.supervisor import SupervisedEngine
+from anyengine._protocol import Connection, FrontendHandshake
+from anyengine._transport.abc import MessageSocket
+from anyengine._transport.endpoints import open_endpoints
+from anyengine._transport.monitor import open_monitor
+from anyengine._wire import EngineAddresses, dialect_for
+from anyengine.exceptions import ClientClosedError, EngineDeadError, EngineStartupError, RemoteProtocolError
+
+from .session import ClientState, Session, SessionSettings
+
+__all__ = ["open_session"]
+
+_STARTUP_GRACE_S = 0.5  # an engine that is still loading has nothing to finish
+
+
+@asynccontextmanager
+async def open_session(settings: SessionSettings) -> AsyncIterator[Session]:
+    """Start the engine and the session's tasks; end all of it when the block ends.
+
+    Raises:
+        EngineStartupError: the engine did not become ready (:class:`StartupTimeout`: in time).
+        EngineDeadError: with ``on_death="cancel"``: the block was cancelled because the engine died.
+
+    Cancellation: at any point, start-up included; every process is gone before it propagates.
+    """
+    error: BaseException | None = None
+    session: Session | None = None
+    with open_endpoints() as endpoints, open_monitor(endpoints.outputs) as monitor:
+        try:
+            async with anyio.create_task_group() as tasks:
+                session = Session(settings, endpoints, tasks)
+                try:
+                    tasks.start_soon(session.watch_output_connection, monitor)
+                    await _start(session)
+                    with session.body_scope:
+                        yield session
+                except anyio.get_cancelled_exc_class():
+                    raise
+                except BaseException as exc:  # noqa: BLE001 - raised again below
+                    error = exc  # kept outside the group, which would wrap it, and raised below
+                finally:
+                    await _stop(session)
+                    tasks.cancel_scope.cancel()
+        finally:
+            if session is not None:
+                _release(session)
+    assert session is not None
+    if error is not None:
+        _annotate(error, session.cause)
+        raise error
+    if session.body_scope.cancelled_caught and session.cause is not None:
+        raise session.cause.for_waiter()
+
+
+async def _start(session: Session) -> None:
+    settings, endpoints = session.settings, session.endpoints
+    child = launch_engine(settings.engine, handshake_address=endpoints.handshake_address)
+    engine = session.engines[0] = SupervisedEngine(0, child, settings.on_progress)
+    session.tasks.start_soon(session.supervise, engine)
+    handshake = FrontendHandshake(
+        session.engines, EngineAddresses(inputs=[endpoints.input_address], outputs=[endpoints.output_address])
+    )
+    failure = await _shake_hands(session, engine, handshake)
+    if failure is not None:
+        raise failure
+    session.registrations = handshake.registrations
+    session.connection = Connection(
+        {rank: dialect_for(ready.vllm_version if ready else None) for rank, ready in session.registrations.items()},
+        call_id_prefix=secrets.randbits(31),
+    )
+    await session.tasks.start(session.own, session.drain_outputs)
+    session.state = ClientState.READY
+    if (
+        child.exited.is_set()
+    ):  # it died between READY and here, when the supervisor still took it for a start-up failure
+        session.tasks.start_soon(session.bury, engine)
+
+
+async def _shake_hands(
+    session: Session, engine: SupervisedEngine, handshake: FrontendHandshake
+) -> EngineStartupError | None:
+    """Serve both handshake sockets until every rank is complete; the reason if that cannot be any more."""
+    failure: EngineStartupError | None = None
+    timeout_s = session.settings.startup_timeout_s
+
+    async def serve(socket: MessageSocket, *, registration: bool) -> None:
+        nonlocal failure
+        while True:
+            for identity, payload, *_ in await socket.drain():
+                try:
+                    if registration:
+                        handshake.receive_registration(identity, payload)
+                    elif reply := handshake.receive_handshake(identity, payload):
+                        socket.send_nowait([identity, reply])
+                except RemoteProtocolError as exc:
+                    failure = EngineStartupError(f"the engine's handshake makes no sense: {exc}", rank=engine.rank)
+                    failure.__cause__ = exc
+                if failure is not None or not handshake.pending:
+                    race.cancel_scope.cancel()
+                    return
+
+    async def await_exit() -> None:
+        nonlocal failure
+        await engine.child.exited.wait()
+        failure = engine.startup_error()
+        race.cancel_scope.cancel()
+
+    with anyio.move_on_after(timeout_s) as deadline:
+        async with anyio.create_task_group() as race:
+            race.start_soon(lambda: serve(session.endpoints.handshake, registration=False))
+            race.start_soon(lambda: serve(session.endpoints.inputs, registration=True))
+            race.start_soon(await_exit)
+    if deadline.cancelled_caught:
+        return engine.startup_timeout(timeout_s)
+    return failure
+
+
+async def _stop(session: Session) -> None:
+    """Close admission, tell everyone, stop the processes: SIGTERM, grace, SIGKILL."""
+    grace_s = session.settings.shutdown_grace_s if session.state is ClientState.READY else _STARTUP_GRACE_S
+    session.end(ClientClosedError("the client was closed"))
+    session.state = ClientState.CLOSING
+    children = [engine.child for engine in session.engines.values()]
+    try:
+        # Shielded so that a cancelled block still ends its processes in order; bounded by the grace period.
+        with anyio.move_on_after(grace_s, shield=True):
+            for child in children:
+                child.terminate()
+            for child in children:
+                await child.exited.wait()
+    finally:
+        for child in children:  # native cancellation goes through shields, so this does not await
+            child.kill()
+
+
+def _release(session: Session) -> None:
+    """Reap and close. Synchronous: nothing can interrupt it."""
+    for engine in session.engines.values():
+        engine.child.reap()
+    session.feed.close()
+    session.stream.close()
+    session.state = ClientState.CLOSED
+
+
+def _annotate(error: BaseException, cause: EngineDeadError | None) -> None:
+    """Leave a note of a background failure on an error that left the block for a reason of its own."""
+    if cause is not None and not isinstance(cause, ClientClosedError) and error.__cause__ is not cause:
+        error.add_note(f"meanwhile, in anyengine: {type(cause).__name__}: {cause}")

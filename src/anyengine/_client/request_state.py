@@ -1,0 +1,100 @@
+"""What the client holds for one request between the engine and the consumer: the merge buffer.
+
+Owns tokens that have arrived and have not been taken, and how the request ended. Filled by the output processor,
+emptied by the stream; knows neither text nor sockets. The consumer's park and wake are the client's hot loop.
+"""
+
+from __future__ import annotations
+
+from anyengine._wire import EngineCoreOutput, finish_reason_name
+from anyengine.exceptions import EngineError, RequestFailed
+
+from .wakeup import Parker
+
+__all__ = ["RequestState"]
+
+_ABORT = "abort"
+_ERROR = "error"
+
+
+class RequestState:
+    """One request's merge buffer: the registry's consumer of its outputs.
+
+    Invariants: at most one of ``finish_reason`` and ``error`` is set, once, and nothing is added afterwards.
+    ``token_ids`` is
+    the decoded list itself, adopted: nobody else holds it.
+    """
+
+    __slots__ = (
+        "error",
+        "finish_reason",
+        "label",
+        "num_cached_tokens",
+        "parker",
+        "stop_reason",
+        "token_ids",
+        "wire_id",
+    )
+
+    def __init__(self, wire_id: str, label: str, parker: Parker) -> None:
+        self.wire_id = wire_id
+        self.label = label
+        self.parker = parker
+        self.token_ids: list[int] | None = None
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.error: EngineError | None = None
+        self.num_cached_tokens = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing will be added any more."""
+        return self.finish_reason is not None or self.error is not None
+
+    def push(self, output: EngineCoreOutput) -> None:
+        """Take one output from the engine."""
+        ids = output.new_token_ids
+        if self.token_ids is None:
+            self.token_ids = ids
+        else:
+            self.token_ids += ids
+        if output.prefill_stats is not None:
+            self.num_cached_tokens = output.prefill_stats.num_cached_tokens
+        if output.finish_reason is not None:
+            self._finish(output)
+        self.parker.wake()
+
+    def fail(self, error: BaseException) -> None:
+        """End with ``error``; what has arrived is still delivered first."""
+        if not self.ended:
+            assert isinstance(error, EngineError)
+            self.error = error
+            self.parker.wake()
+
+    def finish_aborted(self) -> None:
+        """End with a normal final output: an abort that was asked for through this client."""
+        if not self.ended:
+            self.finish_reason = _ABORT
+            self.parker.wake()
+
+    def _finish(self, output: EngineCoreOutput) -> None:
+        reason = finish_reason_name(output.finish_reason)
+        if reason == _ERROR:
+            detail = output.error
+            self.error = RequestFailed(
+                f"the engine failed request {self.label!r}: {detail.message if detail else 'it gave no reason'}",
+                code=detail.code if detail else None,
+                retryable=detail.retryable if detail else False,
+                request_id=self.label,
+            )
+        elif reason == _ABORT:
+            self.error = RequestFailed(
+                f"the engine aborted request {self.label!r}, which nobody asked for here: it is stopping, "
+                "or was paused by someone else",
+                code="engine_aborted",
+                retryable=True,
+                request_id=self.label,
+            )
+        else:
+            self.finish_reason = reason
+            self.stop_reason = output.stop_reason

@@ -1,0 +1,233 @@
+"""``RequestStream``: what a consumer iterates.
+
+Owns one request's life as its consumer sees it: inert until first used, then a sequence of outputs with exactly one
+final item or one error. Every way out of it is the same abort, exactly once. No scope and no task is open across an
+item.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
+
+import anyio
+
+from anyengine.exceptions import EngineError, OutputProcessingError, RequestError
+from anyengine.outputs import RequestOutput
+from anyengine.params import OutputKind, SamplingParams
+
+from .request_state import RequestState
+
+if TYPE_CHECKING:
+    from anyengine._text import Detokenizer
+
+    from .client import EngineClient
+
+__all__ = ["RequestStream"]
+
+ErrorT = TypeVar("ErrorT", bound=EngineError)
+
+
+class RequestStream:
+    """The outputs of one request: an asynchronous iterator, and an asynchronous context manager.
+
+    Nothing happens until it is entered, or iterated for the first time: then it is tokenized, checked, registered and
+    sent. Use ``async with client.generate(...) as stream`` where leaving must abort promptly whatever happens; a plain
+    ``async for`` aborts on cancellation at once, and after ``break`` when the stream is dropped. One task iterates at a
+    time.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        request_id: str | None,
+        priority: int,
+    ) -> None:
+        self._client = client
+        self._prompt = prompt
+        self._params = params
+        self._priority = priority
+        self._label = request_id
+        self._state: RequestState | None = None
+        self._detokenizer: Detokenizer | None = None
+        self._num_prompt_tokens = 0
+        self._token_ids: list[int] = []
+        self._text: list[str] = []
+        self._owned_by_block = False
+        self._busy = False
+        self._over = False
+        self._error: EngineError | None = None
+
+    @property
+    def request_id(self) -> str | None:
+        """The caller's label, or the one the client made; ``None`` before the request is sent."""
+        return self._label
+
+    # ------------------------------------------------------------------- context
+
+    async def __aenter__(self) -> Self:
+        """Send the request, if it has not been sent.
+
+        Raises:
+            RequestRejected: bad input; nothing was sent.
+            EngineDeadError: the engine died, or the client is closed.
+            ClosedResourceError: the stream was closed before.
+
+        Cancellation: nothing is left in the engine.
+        """
+        await self._submit()
+        self._owned_by_block = True
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close_nowait()
+
+    async def aclose(self) -> None:
+        """Leave the stream: abort the request if it is still running. Idempotent.
+
+        Cancellation: the abort is sent in any case.
+        """
+        self.close_nowait()
+        await anyio.lowlevel.checkpoint()
+
+    def close_nowait(self) -> None:
+        """:meth:`aclose` without a checkpoint. Synchronous: it may stand in a ``finally``."""
+        state, self._over = self._state, True
+        if state is not None and not state.ended:
+            self._client._abort_states([state])
+
+    def abort(self) -> None:
+        """Ask for the end: the request is aborted, and the stream yields its last item, with ``finish_reason="abort"``.
+
+        Synchronous. Does nothing once the request has ended.
+        """
+        if self._state is not None and not self._state.ended:
+            self._client._abort_states([self._state])
+
+    def __del__(self) -> None:
+        state = getattr(self, "_state", None)
+        if state is not None and not state.ended and not self._over:
+            # A collection can run in another thread or in the middle of a send: only leave a note for the session.
+            self._client._dropped.put(state)
+            warnings.warn(
+                f"request stream {self._label!r} was dropped before it had ended; its request is aborted. "
+                "Iterate it to its end, or use it as `async with client.generate(...) as stream`",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+
+    # ----------------------------------------------------------------- iteration
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """The next output, with everything that has arrived since the last one. Does not yield to other tasks if there
+        is one.
+
+        Raises:
+            StopAsyncIteration: the final output was delivered, or the stream was closed.
+            RequestRejected: bad input; nothing was sent.
+            RequestFailed: the engine ended the request with an error, or aborted it on its own account.
+            EngineDeadError: the engine died, or the client is closed; again on every further call.
+            BusyResourceError: another task is iterating.
+
+        Cancellation: aborts the request, unless the stream was entered with ``async with``, whose end then does. An
+        output
+        leaves the stream only by being returned: none is lost.
+        """
+        if self._over:
+            if self._error is not None:
+                raise self._error.for_waiter()
+            raise StopAsyncIteration
+        if self._busy:
+            raise anyio.BusyResourceError("iterating over")
+        self._busy = True
+        try:
+            state = self._state
+            if state is None:
+                state = await self._submit()
+            final_only = self._params.output_kind is OutputKind.FINAL_ONLY
+            while not state.ended and (final_only or state.token_ids is None):
+                await state.parker.park()
+        except BaseException:
+            if not self._owned_by_block:
+                self.close_nowait()
+            raise
+        finally:
+            self._busy = False
+        return self._take(state)
+
+    async def _submit(self) -> RequestState:
+        if self._state is None:
+            if self._over:
+                raise anyio.ClosedResourceError
+            accepted = await self._client._submit(self._prompt, self._params, self._label, self._priority)
+            self._state, self._detokenizer, self._num_prompt_tokens = accepted
+            self._label = self._state.label
+            self._prompt = ()  # sent: not ours to keep
+        return self._state
+
+    def _take(self, state: RequestState) -> RequestOutput:
+        """Empty the merge buffer. Synchronous, so nothing can be lost between the buffer and the caller."""
+        ids, state.token_ids = state.token_ids or [], None
+        if state.error is not None and (not ids or self._params.output_kind is OutputKind.FINAL_ONLY):
+            self._token_ids += ids
+            self._over, self._error = True, self._with_partial(state.error)
+            raise self._error.for_waiter()
+        finished = state.finish_reason is not None
+        try:
+            text = self._detokenize(ids, state, finished=finished)
+        except Exception as exc:
+            raise self._fail_processing(state, exc) from exc
+        self._token_ids += ids
+        if text:
+            self._text.append(text)
+        self._over = finished
+        if self._params.output_kind is not OutputKind.DELTA:
+            text, ids = "".join(self._text), self._token_ids.copy()
+        return self._output(text, ids, state)
+
+    def _detokenize(self, ids: list[int], state: RequestState, *, finished: bool) -> str:
+        detokenizer = self._detokenizer
+        if detokenizer is None:
+            return ""
+        if not finished:
+            return detokenizer.push(ids)
+        if state.finish_reason == "stop" and not self._params.include_stop_str_in_output:
+            ids = ids[:-1]  # the token that ended it is among the ids, but no part of the text (as in vLLM)
+        return detokenizer.push(ids) + detokenizer.finish()
+
+    def _output(self, text: str, ids: list[int], state: RequestState) -> RequestOutput:
+        return RequestOutput(
+            request_id=state.label,
+            text=text,
+            token_ids=ids,
+            finish_reason=state.finish_reason,
+            stop_reason=state.stop_reason,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=len(self._token_ids),
+            num_cached_tokens=state.num_cached_tokens,
+        )
+
+    def _fail_processing(self, state: RequestState, exc: Exception) -> OutputProcessingError:
+        """Rule 5: trouble with this request's text is this request's error; it is aborted, the others go on."""
+        self.close_nowait()
+        error = OutputProcessingError(
+            f"cannot process the output of request {state.label!r}: {exc!r}", request_id=state.label
+        )
+        error.__cause__ = exc
+        self._error = self._with_partial(error)
+        return error
+
+    def _with_partial(self, error: ErrorT) -> ErrorT:
+        if isinstance(error, RequestError) and self._state is not None:
+            error.partial = self._output("".join(self._text), self._token_ids.copy(), self._state)
+        return error

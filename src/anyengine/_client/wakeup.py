@@ -1,0 +1,85 @@
+"""The parking primitive: how the one consumer of a request stream sleeps and is woken. The only module that knows
+backends.
+
+Owns the wait of the hot loop. ``anyio.Event`` would do and costs 1.4 to 2.8 us more for each token (docs/hot-loop.md):
+a parker is reusable and makes one future (asyncio) or nothing (trio) for each wait. One task parks at a time;
+:meth:`Parker.wake` is synchronous and may only be called from the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from functools import cache
+from typing import Any, Protocol
+
+__all__ = ["Parker", "make_parker"]
+
+
+class Parker(Protocol):
+    """One sleeper. A wake without a sleeper does nothing: the sleeper must look at its condition before it parks,
+    and again after it wakes."""
+
+    async def park(self) -> None:
+        """Sleep until woken.
+
+        Cancellation: leaves nothing behind; a wake that raced with it is forgotten.
+        """
+
+    def wake(self) -> None:
+        """Wake the sleeper, if there is one."""
+
+
+class _AsyncioParker:
+    __slots__ = ("_future", "_loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._future: asyncio.Future[None] | None = None
+
+    async def park(self) -> None:
+        self._future = self._loop.create_future()
+        try:
+            await self._future
+        finally:
+            self._future = None
+
+    def wake(self) -> None:
+        future = self._future
+        if future is not None and not future.done():
+            future.set_result(None)
+
+
+def make_parker() -> Parker:
+    """A parker for the running event loop."""
+    trio = sys.modules.get("trio")
+    if trio is not None and trio.lowlevel.in_trio_run():
+        return _trio_parker_class()()
+    return _AsyncioParker(asyncio.get_running_loop())
+
+
+@cache
+def _trio_parker_class() -> type[Parker]:
+    from trio import lowlevel
+
+    class TrioParker:
+        __slots__ = ("_task",)
+
+        def __init__(self) -> None:
+            self._task: lowlevel.Task | None = None
+
+        async def park(self) -> None:
+            self._task = lowlevel.current_task()
+            await lowlevel.wait_task_rescheduled(self._abort)
+
+        def _abort(self, _: Any) -> lowlevel.Abort:
+            self._task = None
+            return lowlevel.Abort.SUCCEEDED
+
+        def wake(self) -> None:
+            task = self._task
+            if task is not None:
+                self._task = None
+                lowlevel.reschedule(task)
+
+    return TrioParker

@@ -1,0 +1,258 @@
+"""Living inside somebody's program: interpreter exit, host death, pytest, signal handlers, threads, repeated use."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+from engines import RUNNER, toy
+
+from anyengine import EngineClient, SamplingParams
+from anyengine.testing.toy_runner import expected_tokens
+
+PROGRAM = """
+    import anyio, os, signal, sys
+    from anyengine import EmbeddedEngine, EngineClient, SamplingParams
+
+    async def main():
+        engine = EmbeddedEngine(runner=RUNNER, runner_options={"step_delay_s": 0.01, "max_model_len": 100000})
+        async with EngineClient(engine=engine) as client:
+            print(client.core.session.engines[0].child.pid, flush=True)
+            BODY
+
+    anyio.run(main, backend=sys.argv[1])
+"""
+
+
+def program(body: str) -> str:
+    indented = textwrap.indent(textwrap.dedent(body).strip(), " " * 12).strip()
+    return textwrap.dedent(PROGRAM.replace("RUNNER", repr(RUNNER)).replace("BODY", indented))
+
+
+def start(body: str, backend: str) -> tuple[subprocess.Popen[str], int]:
+    """A host program and the pid of its engine."""
+    host = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", program(body), backend],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert host.stdout is not None
+    return host, int(host.stdout.readline())
+
+
+def await_end(pid: int, within_s: float) -> None:
+    """Wait until ``pid`` is gone (a zombie that its new parent has not reaped counts as gone)."""
+    deadline = time.monotonic() + within_s
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"process {pid} survived its host"
+        time.sleep(0.01)
+
+
+backends = pytest.mark.parametrize("backend", ["asyncio", "trio"])
+
+
+@pytest.mark.feature("L18")
+@backends
+@pytest.mark.parametrize("moment", ["idle", "streaming"])
+def test_a_killed_host_takes_its_engine_along(backend: str, moment: str, private_temp_dir: Path) -> None:
+    body = "await anyio.sleep_forever()"
+    if moment == "streaming":
+        body = """
+            async for out in client.generate([1], SamplingParams(max_tokens=50000)):
+                print("token", flush=True)
+        """
+    host, engine_pid = start(body, backend)
+    if moment == "streaming":
+        assert host.stdout is not None and host.stdout.readline() == "token\n"
+    host.kill()
+    host.communicate(timeout=10)
+    await_end(engine_pid, within_s=5)
+    for directory in private_temp_dir.glob("anyengine-*"):
+        shutil.rmtree(directory)  # a killed host cannot remove its sockets' directory
+
+
+@pytest.mark.case("K18")
+@backends
+@pytest.mark.parametrize(
+    "route", ["raise ZeroDivisionError", "sys.exit(3)", "signal.raise_signal(signal.SIGINT)", "return"]
+)
+def test_every_route_out_ends_the_interpreter_promptly(backend: str, route: str) -> None:
+    """With requests running and frames queued to the engine; -W error makes a leftover ZMQ object or task visible."""
+    body = f"""
+        streams = [await client.submit([n], SamplingParams(max_tokens=50000)) for n in range(5)]
+        os.kill(client.core.session.engines[0].child.pid, signal.SIGSTOP)
+        for n in range(20):
+            streams.append(await client.submit([1] * 90_000, SamplingParams(max_tokens=1)))
+        os.kill(client.core.session.engines[0].child.pid, signal.SIGKILL)
+        {route}
+    """
+    host, engine_pid = start(body, backend)
+    _, errors = host.communicate(timeout=20)
+    assert not psutil.pid_exists(engine_pid)
+    assert "ResourceWarning" not in errors
+    expected = {"return": 0, "sys.exit(3)": 3, "raise ZeroDivisionError": 1}.get(route)
+    if expected is not None:
+        assert host.returncode == expected, errors
+    else:
+        assert "KeyboardInterrupt" in errors
+
+
+@pytest.mark.feature("L38")
+@backends
+def test_the_hosts_own_ctrl_c_handler_runs_and_the_client_drains(backend: str) -> None:
+    """A terminal's Ctrl-C goes to the whole foreground process group; the engine is not in it."""
+    body = """
+        received = anyio.Event()
+        async def watch(*, task_status=anyio.TASK_STATUS_IGNORED):
+            with anyio.open_signal_receiver(signal.SIGINT) as signals:
+                task_status.started()
+                async for number in signals:
+                    received.set()
+                    return
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(watch)
+            stream = await client.submit([1], SamplingParams(max_tokens=30))
+            os.killpg(0, signal.SIGINT)
+            await received.wait()
+            tokens = [t async for out in stream for t in out.token_ids]
+        print(len(tokens), flush=True)
+    """
+    host = subprocess.Popen(
+        [sys.executable, "-c", program(body), backend],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    out, errors = host.communicate(timeout=30)
+    assert host.returncode == 0, errors
+    assert out.split()[1] == "30"
+
+
+@pytest.mark.anyio
+@pytest.mark.feature("L38")
+async def test_signal_handlers_are_untouched() -> None:
+    def handlers() -> dict[int, Any]:
+        return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+    before = handlers()
+    with anyio.fail_after(30):
+        async with EngineClient(engine=toy()) as client:
+            assert handlers() == before
+            [out async for out in client.generate([1], SamplingParams(max_tokens=3))]
+        assert handlers() == before
+
+
+@pytest.mark.anyio
+@pytest.mark.case("K15")
+async def test_twenty_times_in_a_row(tmp_path: Path) -> None:
+    """Each engine process is reaped before the next statement, even while outputs and tracebacks are still
+    referenced."""
+    kept: list[object] = []
+    with anyio.fail_after(60):
+        for round_ in range(20):
+            try:
+                async with EngineClient(engine=toy()) as client:
+                    pid = client.core.session.engines[0].child.pid
+                    kept.append([out async for out in client.generate([round_], SamplingParams(max_tokens=2))])
+                    kept.append(await client.submit([1], SamplingParams(max_tokens=1000)))
+                    if round_ % 5 == 4:
+                        raise ZeroDivisionError
+            except ZeroDivisionError as exc:
+                kept.append(exc)
+            assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.case("K17")
+def test_a_failing_test_leaves_nothing_for_the_next(pytester: pytest.Pytester) -> None:
+    """An assertion fails inside the block; the next test finds the engine's exclusive lock free; the interpreter
+    exits."""
+    pytester.makepyfile(
+        f"""
+        import os
+        import psutil
+        import pytest
+        from anyengine import EmbeddedEngine, EngineClient
+
+        pids = []
+        engine = EmbeddedEngine(runner={RUNNER!r})
+
+        @pytest.mark.anyio
+        async def test_fails():
+            async with EngineClient(engine=engine) as client:
+                pids.append(client.core.session.engines[0].child.pid)
+                assert 1 == 2
+
+        @pytest.mark.anyio
+        async def test_next():
+            assert pids and not any(psutil.pid_exists(pid) for pid in pids)
+            async with EngineClient(engine=engine):
+                pass
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "anyio", "-p", "no:cacheprovider", timeout=60)
+    result.assert_outcomes(failed=2, passed=2)  # asyncio and trio
+    result.stdout.fnmatch_lines(["*assert 1 == 2*"])
+
+
+def test_use_in_a_thread_with_its_own_loop() -> None:
+    """The basic run in a non-main thread, on every loop, one after the other."""
+    results: list[list[int]] = []
+
+    async def main() -> None:
+        with anyio.fail_after(30):
+            async with EngineClient(engine=toy()) as client:
+                results.append(
+                    [t async for out in client.generate([3], SamplingParams(max_tokens=5)) for t in out.token_ids]
+                )
+
+    for backend, options in (("asyncio", {}), ("asyncio", {"use_uvloop": True}), ("trio", {})):
+        thread = threading.Thread(
+            target=anyio.run, args=(main,), kwargs={"backend": backend, "backend_options": options}
+        )
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive()
+    assert results == [expected_tokens([3], 5)] * 3
+
+
+def test_one_client_object_in_successive_runs_of_different_backends() -> None:
+    client = EngineClient(engine=toy())
+
+    async def main() -> list[int]:
+        with anyio.fail_after(30):
+            async with client:
+                return [t async for out in client.generate([3], SamplingParams(max_tokens=5)) for t in out.token_ids]
+
+    for backend in ("asyncio", "trio", "asyncio"):
+        assert anyio.run(main, backend=backend) == expected_tokens([3], 5)
+
+
+@pytest.mark.anyio
+async def test_two_clients_nested_and_concurrent() -> None:
+    with anyio.fail_after(30):
+        async with EngineClient(engine=toy()) as outer:
+            outer_stream = await outer.submit([1], SamplingParams(max_tokens=30))
+            async with EngineClient(engine=toy(vocab_size=50)) as inner:
+                tokens = [t async for out in inner.generate([1], SamplingParams(max_tokens=5)) for t in out.token_ids]
+                assert tokens == expected_tokens([1], 5, vocab_size=50)
+                os.kill(inner.core.session.engines[0].child.pid, signal.SIGKILL)
+                await inner.wait_dead()
+            assert [t async for out in outer_stream for t in out.token_ids] == expected_tokens([1], 30)
+
+
+@pytest.mark.anyio
+async def test_a_clean_exit_makes_no_noise(caplog: pytest.LogCaptureFixture) -> None:
+    with anyio.fail_after(60):
+        for _ in range(10):
+            async with EngineClient(engine=toy(step_delay_s=0.001)) as client:
+                streams = [await client.submit([n], SamplingParams(max_tokens=1000)) for n in range(5)]
+            assert [out.finish_reason async for out in streams[0]][-1] == "abort"
+    assert [record for record in caplog.records if record.levelname not in ("DEBUG", "INFO")] == []

@@ -1,0 +1,26 @@
+"""Engines for the client's tests: the real engine core with a toy model, and a scripted peer that misbehaves on
+purpose."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from anyengine import CommandEngine, EmbeddedEngine
+
+__all__ = ["misbehaving", "toy"]
+
+RUNNER = "anyengine.testing.toy_runner:create_runner"
+
+
+def toy(*, max_num_seqs: int = 256, **options: Any) -> EmbeddedEngine:
+    """Our engine core in a process of its own, with a model that needs no torch."""
+    return EmbeddedEngine(runner=RUNNER, runner_options=options, max_num_seqs=max_num_seqs)
+
+
+def misbehaving(behaviour: str, *args: str) -> CommandEngine:
+    """A peer that speaks the wire by hand; see ``scripted_peer.py`` for what it can do."""
+    script: Sequence[str] = (sys.executable, str(Path(__file__).with_name("scripted_peer.py")), behaviour, *args)
+    return CommandEngine(argv=tuple(script))

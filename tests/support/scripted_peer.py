@@ -1,0 +1,204 @@
+"""A peer that speaks the wire by hand and misbehaves on purpose: ``scripted_peer.py BEHAVIOUR [ARG ...]``.
+
+Independent of the client: raw pyzmq and msgpack, positions written out as docs/protocol.md has them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
+IDENTITY = b"\x00\x00"
+READY_RESPONSE = {
+    "max_model_len": 64,
+    "num_gpu_blocks": 1,
+    "block_size": 16,
+    "dtype": "float32",
+    "vllm_version": "0.33.0",
+}
+
+
+class Peer:
+    """One engine core, by hand."""
+
+    def __init__(self) -> None:
+        launch = json.loads(sys.stdin.readline())
+        self.context = zmq.Context()
+        self.handshake = self._dealer(launch["handshake_address"])
+
+    def _dealer(self, address: str) -> zmq.Socket[bytes]:
+        socket = self.context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, IDENTITY)
+        socket.connect(address)
+        return socket
+
+    def hello(self, *, local: bool = True) -> None:
+        self.handshake.send(pack({"status": "HELLO", "local": local, "headless": False}))
+
+    def init(self) -> None:
+        addresses = unpack(self.handshake.recv())["addresses"]
+        self.inputs = self._dealer(addresses["inputs"][0])
+        self.outputs = self.context.socket(zmq.PUSH)
+        self.outputs.connect(addresses["outputs"][0])
+
+    def register(self) -> None:
+        self.inputs.send(pack(READY_RESPONSE))
+
+    def ready(self) -> None:
+        self.handshake.send(pack({"status": "READY", "local": True, "headless": False}))
+
+    def start(self) -> None:
+        self.hello()
+        self.init()
+        self.register()
+        self.ready()
+
+    def receive(self) -> tuple[bytes, Any]:
+        kind, payload, *_ = self.inputs.recv_multipart()
+        return kind, unpack(payload)
+
+    def send_tokens(self, request_id: str, token_ids: list[int], finish_reason: int | None = None) -> None:
+        output = [request_id, token_ids, None, None, None, finish_reason]
+        self.outputs.send(pack([0, [output], None, 0.0, None]))
+
+    def reply(self, call_id: int, result: Any) -> None:
+        self.outputs.send(pack([0, [], None, 0.0, [call_id, None, [None, result]]]))
+
+
+def exit_at(peer: Peer, stage: str, code: str) -> None:
+    """Exit silently before HELLO, after HELLO, after INIT or before READY; code "kill" means SIGKILL."""
+
+    def leave() -> None:
+        print(f"leaving at {stage}", file=sys.stderr, flush=True)
+        if code == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(int(code))
+
+    if stage == "before_hello":
+        leave()
+    peer.hello()
+    if stage == "after_hello":
+        leave()
+    peer.init()
+    if stage == "after_init":
+        leave()
+    peer.register()
+    leave()
+
+
+def nonsense(peer: Peer, what: str) -> None:
+    """A handshake that makes no sense."""
+    if what == "garbage":
+        peer.handshake.send(b"\xc1")
+    elif what == "remote":
+        peer.hello(local=False)
+    elif what == "ready_first":
+        peer.ready()
+    elif what == "twice":
+        peer.hello()
+        peer.hello()
+    signal.pause()
+
+
+def silent(peer: Peer) -> None:
+    """Never says anything; ignores SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        time.sleep(60)
+
+
+def dead_after_ready(peer: Peer) -> None:
+    """Sends the dead sentinel at once, then takes a moment to exit with code 7."""
+    peer.start()
+    peer.outputs.send(b"ENGINE_CORE_DEAD")
+    print("RuntimeError: the model exploded", file=sys.stderr, flush=True)
+    time.sleep(0.1)
+    peer.outputs.close(linger=1000)
+    os._exit(7)
+
+
+def late_outputs(peer: Peer, count: str) -> None:
+    """One token for each request; ``count`` more after its abort, then an ordinary reply to whatever call comes."""
+    peer.start()
+    while True:
+        kind, payload = peer.receive()
+        if kind == b"\x00":
+            peer.send_tokens(payload[0], [5])
+        elif kind == b"\x01":
+            for request_id in payload:
+                for _ in range(int(count)):
+                    peer.send_tokens(request_id, [6])
+        elif kind == b"\x03":
+            peer.reply(payload[1], "done")
+
+
+def notify(peer: Peer) -> None:
+    """Unsolicited messages around the reply to each call."""
+    peer.start()
+    while True:
+        kind, payload = peer.receive()
+        if kind == b"\x03":
+            peer.reply(-1, ["RECONFIGURE_FINISHED", 0])
+            peer.reply(-2, {"id": 0, "status": "unhealthy", "fault_info": "x"})
+            peer.reply(-1, "nonsense")
+            peer.outputs.send(b"\xc1garbage")
+            peer.reply(payload[1], "done")
+
+
+def slow_calls(peer: Peer) -> None:
+    """Answers calls only when told to: "flush" answers everything, in reverse order, itself last."""
+    peer.start()
+    waiting: list[int] = []
+    while True:
+        kind, payload = peer.receive()
+        if kind == b"\x03":
+            if payload[2] == "flush":
+                for call_id in reversed(waiting):
+                    peer.reply(call_id, call_id)
+                waiting.clear()
+                peer.reply(payload[1], "flushed")
+            else:
+                waiting.append(payload[1])
+
+
+def record(peer: Peer, path: str) -> None:
+    """Appends what it receives to ``path``, one JSON line for each message; never generates anything; answers calls."""
+    peer.start()
+    names = {b"\x00": "add", b"\x01": "abort", b"\x03": "utility"}
+    with Path(path).open("a", buffering=1) as log:
+        while True:
+            kind, payload = peer.receive()
+            print(json.dumps([names[kind], payload]), file=log, flush=True)
+            if kind == b"\x00":
+                peer.send_tokens(payload[0], [1])
+            if kind == b"\x03":
+                peer.reply(payload[1], "ok")
+
+
+def grandchild(peer: Peer) -> None:
+    """Starts a process of its own that would outlive it, and says so on stderr."""
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            time.sleep(60)
+    peer.start()
+    signal.pause()
+
+
+BEHAVIOURS = {
+    function.__name__: function
+    for function in (exit_at, nonsense, silent, dead_after_ready, late_outputs, notify, slow_calls, record, grandchild)
+}
+
+if __name__ == "__main__":
+    BEHAVIOURS[sys.argv[1]](Peer(), *sys.argv[2:])
