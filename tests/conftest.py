@@ -1,0 +1,75 @@
+"""What every test gets: three loops, leak checks, a guard against blocking calls, Hypothesis profiles."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import blockbuster.blockbuster
+import pytest
+import trio
+from blockbuster import BlockBuster
+
+import anyengine
+from anyengine.testing._profiles import deep_profile, load_profile
+from anyengine.testing.pytest_plugin import *  # noqa: F403 - fixtures and hooks must stand in a conftest's namespace
+
+load_profile()
+
+# The Python processes that tests start find the package that the tests found, installed or not.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(anyengine.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
+
+# BlockBuster asks asyncio alone whether the calling thread runs a loop. The code is the same on trio: so is the guard.
+blockbuster.blockbuster.asyncio = SimpleNamespace(
+    get_running_loop=lambda: None if trio.lowlevel.in_trio_run() else asyncio.get_running_loop()
+)
+
+
+@pytest.fixture(scope="session")
+def blocking_guard() -> Iterator[BlockBuster]:
+    """Raises ``BlockingError`` for a blocking call of ours in a loop's thread, and for anybody's ``time.sleep``."""
+    guard = BlockBuster(scanned_modules="anyengine")
+    guard.functions["time.sleep"] = BlockBuster().functions["time.sleep"]
+    for function in guard.functions.values():
+        # Popen reads the error pipe of the fork, which ends at exec: bounded, and no process starts without it.
+        function.can_block_in("subprocess.py", {"_execute_child"})
+        # A client has a few local files and pipes at its start and its end; it cleans up synchronously on purpose.
+        function.can_block_in("_transport/endpoints.py", {"_make_private_directory", "__exit__", "__enter__"})
+        function.can_block_in("_process/child.py", {"__init__", "reap", "_pump_lines"})
+    guard.activate()
+    yield guard
+    guard.deactivate()
+
+
+@pytest.fixture(autouse=True)
+def no_blocking_calls(request: pytest.FixtureRequest, blocking_guard: BlockBuster) -> Iterator[None]:
+    """Keeps the guard up, except in tests marked ``blocking_ok``."""
+    exempt = request.node.get_closest_marker("blocking_ok") is not None
+    if exempt:
+        blocking_guard.deactivate()
+    yield
+    if exempt:
+        blocking_guard.activate()
+
+
+@pytest.fixture(scope="session")
+def deep() -> bool:
+    """Whether this is the deep profile: counts that take minutes instead of seconds."""
+    return deep_profile()
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    """The checkout."""
+    return Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def package_root() -> Path:
+    """The directory of the package under test."""
+    return Path(anyengine.__file__).parent
