@@ -185,13 +185,13 @@ class ConnectionMachine(RuleBasedStateMachine):
         self._send(rank, EngineCoreOutputs(engine_index=rank, outputs=outputs), delayed)
 
     @precondition(lambda self: any(engine.calls for engine in self.engines))
-    @rule(data=st.data(), failure=st.none() | st.just("boom"), twice=st.booleans(), delayed=st.booleans())
+    @rule(data=st.data(), failure=st.sampled_from([None, "", "boom"]), twice=st.booleans(), delayed=st.booleans())
     def answer(self, data: st.DataObject, failure: str | None, twice: bool, delayed: bool) -> None:
         rank = data.draw(st.sampled_from([rank for rank, engine in enumerate(self.engines) if engine.calls]))
         expected = data.draw(st.sampled_from(self.engines[rank].calls))
         if not twice:
             self.engines[rank].calls.remove(expected)
-        reply = UtilityOutput(expected.call.call_id, failure, None if failure else expected.call.method)
+        reply = UtilityOutput(expected.call.call_id, failure, expected.call.method if failure is None else None)
         self._send(rank, EngineCoreOutputs(engine_index=rank, utility_output=reply), delayed)
 
     @rule(data=st.data(), garbage=st.none() | st.sampled_from(GARBAGE))
@@ -256,6 +256,7 @@ class ConnectionMachine(RuleBasedStateMachine):
             entry.consumer.fail(error)
 
     def _arrive_reply(self, event: UtilityReply) -> None:
+        assert event.output.call_id in self.call_ids, "what nobody asked for is no reply"
         expected = self.pending.pop(event.output.call_id, None)
         self.connection.utilities.resolve(event.rank, event.output)
         if expected is None:

@@ -9,9 +9,9 @@ import pytest
 
 from anyengine._wire import EngineCoreOutput, EngineCoreRequest, FinishReason, WireSamplingParams
 from anyengine.config import EmbeddedEngine
-from anyengine.engine.core import EngineCore
+from anyengine.engine.core.engine_core import EngineCore
+from anyengine.engine.core.stopping import Stop, check_stop
 from anyengine.engine.interfaces import ScheduledSequence, SequenceState
-from anyengine.engine.stopping import Stop, check_stop
 from anyengine.testing.toy_runner import ToyOptions, ToyRunner, create_runner, expected_tokens
 
 PROMPT = [3, 1, 4, 1, 5]

@@ -10,8 +10,8 @@ import pytest
 import zmq
 
 from anyengine._wire import NEWEST, AbortRequests, EngineCoreOutputs, UtilityOutput
-from anyengine.engine.io_threads import Command, InputThread, OutputThread, ThreadFailed
-from anyengine.engine.malformed import Malformed
+from anyengine.engine.serving.io_threads import Command, InputThread, OutputThread, ThreadFailed
+from anyengine.engine.serving.malformed import Malformed
 
 Context = zmq.Context[zmq.Socket[bytes]]
 

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from anyengine.engine.kv_cache import SlotCache
+from anyengine.engine.runner.kv_cache import SlotCache
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 2, 4
 MAX_SEQS, MAX_TOKENS = 5, 300

@@ -26,7 +26,7 @@ from tiny_models import (
 
 from anyengine.config import EmbeddedEngine
 from anyengine.engine.interfaces import ModelRunner, ScheduledSequence
-from anyengine.engine.model_runner import create_runner
+from anyengine.engine.runner.model_runner import create_runner
 
 MAX_TOKENS = 24
 _random = random.Random(2)
@@ -226,7 +226,7 @@ def test_progress_is_reported(qwen2: Path) -> None:
 
 @pytest.mark.parametrize("missing", ["torch", "transformers"])
 def test_a_missing_package_names_the_extra(missing: str) -> None:
-    code = f"import sys; sys.modules[{missing!r}] = None; import anyengine.engine.model_runner"
+    code = f"import sys; sys.modules[{missing!r}] = None; import anyengine.engine.runner.model_runner"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert 'pip install "anyengine[torch]"' in done.stderr.splitlines()[-1]

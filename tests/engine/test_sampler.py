@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tiny_models import make_sequence
 
 from anyengine._wire import WireSamplingParams
-from anyengine.engine.sampler import sample, unsupported_sampling
+from anyengine.engine.runner.sampler import sample, unsupported_sampling
 
 VOCAB_SIZE = 64
 NUM_DRAWS = 20_000

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from anyengine._wire import WireSamplingParams
+from anyengine.engine.core.scheduler import Scheduler
 from anyengine.engine.interfaces import ScheduledSequence, SequenceState
-from anyengine.engine.scheduler import Scheduler
 
 
 def sequence(name: str, num_prompt_tokens: int, *, order: int = 0, priority: int = 0) -> SequenceState:

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from signal import SIGKILL
 
 import anyio
-import anyio.abc
 import pytest
 import zmq
 
@@ -26,24 +26,30 @@ def leaked_thread(_: Path) -> Iterator[None]:
     release = threading.Event()
     thread = threading.Thread(target=release.wait, name="planted")
     thread.start()
-    yield
-    release.set()
-    thread.join()
+    try:
+        yield
+    finally:
+        release.set()
+        thread.join()
 
 
 @contextmanager
 def leaked_descriptor(_: Path) -> Iterator[None]:
     reader, writer = os.pipe()
-    yield
-    os.close(reader)
-    os.close(writer)
+    try:
+        yield
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 @contextmanager
 def leaked_child(_: Path) -> Iterator[None]:
     with subprocess.Popen(SLEEPER) as process:
-        yield
-        process.kill()
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 @contextmanager
@@ -56,25 +62,26 @@ def leaked_zombie(_: Path) -> Iterator[None]:
 @contextmanager
 def leaked_grandchild(_: Path) -> Iterator[None]:
     pid = int(subprocess.check_output(ORPHAN))
-    yield
-    os.kill(pid, 9)
+    try:
+        yield
+    finally:
+        os.kill(pid, SIGKILL)
 
 
 @contextmanager
 def leaked_context(_: Path) -> Iterator[None]:
-    context = zmq.Context()
-    socket = context.socket(zmq.PULL)
-    yield
-    socket.close()
-    context.term()
+    with zmq.Context() as context, context.socket(zmq.PULL):
+        yield
 
 
 @contextmanager
 def leaked_file(directory: Path) -> Iterator[None]:
     path = directory / "input.ipc"
     path.touch()
-    yield
-    path.unlink()
+    try:
+        yield
+    finally:
+        path.unlink()
 
 
 PLANTS = [

@@ -177,6 +177,14 @@ async def test_the_last_lines_are_kept_even_of_one_that_is_killed(start: Start, 
     assert child.stderr_tail(1) == ("last words",)
 
 
+async def test_one_that_ended_before_anyone_watched_is_heard(start: Start, said: Transcript) -> None:
+    child = start("import os\nfor fd in (1, 2): os.write(fd, b'x' * 30_000 + b'\\n' + b'y' * 30_000)")
+    await wait_gone(child.pid)
+    await said.watch(child)
+    assert said.stdout == [b"x" * 30_000, b"y" * 30_000]
+    assert said.stderr == ["x" * 30_000, "y" * 30_000]
+
+
 async def test_bytes_that_are_no_text_do_not_stop_it(start: Start, said: Transcript) -> None:
     child = start(r"import os; os.write(2, b'caf\xc3\xa9 \xff\xfe\n'); os.write(1, b'\xff\n')")
     await said.watch(child)

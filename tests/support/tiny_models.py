@@ -12,7 +12,7 @@ import transformers
 from anyengine._wire import WireSamplingParams
 from anyengine.config import EmbeddedEngine
 from anyengine.engine.interfaces import ModelRunner, ScheduledSequence, SequenceState
-from anyengine.engine.model_runner import create_runner
+from anyengine.engine.runner.model_runner import create_runner
 
 # Progress bars start a thread, which the leak checks would find.
 transformers.utils.logging.disable_progress_bar()

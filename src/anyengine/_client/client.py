@@ -101,7 +101,7 @@ class EngineClient:
     ) -> bool | None:
         context, self._context = self._context, None
         assert context is not None
-        return await context.__aexit__(exc_type, exc, traceback)
+        return await context.__aexit__(exc_type, exc, traceback)  # noqa: ASYNC102 - the session shields what must not be cut
 
     @asynccontextmanager
     async def _open(self) -> AsyncIterator[None]:

@@ -123,7 +123,7 @@ class EngineCoreClient:
     ) -> bool | None:
         context, self._context = self._context, None
         assert context is not None
-        return await context.__aexit__(exc_type, exc, traceback)
+        return await context.__aexit__(exc_type, exc, traceback)  # noqa: ASYNC102 - the session shields what must not be cut
 
     # ------------------------------------------------------------------ requests
 

@@ -55,7 +55,7 @@ async def open_session(settings: SessionSettings) -> AsyncIterator[Session]:
                 except BaseException as exc:  # noqa: BLE001 - raised again below
                     error = exc  # kept outside the group, which would wrap it, and raised below
                 finally:
-                    await _stop(session)
+                    await _stop(session)  # noqa: ASYNC102 - shielded and bounded inside
                     tasks.cancel_scope.cancel()
         finally:
             if session is not None:

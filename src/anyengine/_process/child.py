@@ -175,9 +175,8 @@ def _open_pidfd(pid: int) -> int | None:
         return None
     try:
         return os.pidfd_open(pid)
-    except (
-        OSError
-    ):  # an old kernel, a sandbox, no descriptor left, or a host that ignores SIGCHLD and a child gone by now
+    except OSError:
+        # An old kernel, a sandbox, no descriptor left, or a host that ignores SIGCHLD and a child that is gone by now.
         return None
 
 

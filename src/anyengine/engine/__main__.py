@@ -9,7 +9,12 @@ from __future__ import annotations
 
 import sys
 
-from anyengine.engine.lifeline import Lifeline, arm_parent_death_signal, divert_standard_streams, ignore_interrupts
+from anyengine.engine.serving.lifeline import (
+    Lifeline,
+    arm_parent_death_signal,
+    divert_standard_streams,
+    ignore_interrupts,
+)
 
 
 def main() -> int:

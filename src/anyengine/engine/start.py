@@ -18,9 +18,9 @@ import msgspec
 
 from anyengine._process.status import ChildError, Status, encode_status
 from anyengine.config import EmbeddedEngine, EngineLaunch
-from anyengine.engine.core import EngineCore
+from anyengine.engine.core.engine_core import EngineCore
 from anyengine.engine.interfaces import ModelRunner
-from anyengine.engine.server import serve
+from anyengine.engine.serving.server import serve
 
 __all__ = ["run_engine"]
 
@@ -28,7 +28,7 @@ RunnerFactory = Callable[[EmbeddedEngine, Callable[[Status], None]], ModelRunner
 
 
 def run_engine(launch_line: bytes, status_fd: int, *, on_stop: Callable[[Callable[[], None]], None]) -> int:
-    """Run an engine to its end; its exit code. ``on_stop`` is passed to :func:`~anyengine.engine.server.serve`."""
+    """Run an engine to its end; its exit code. ``on_stop`` is :func:`~.serving.server.serve`'s."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def report(status: Status) -> None:
@@ -54,7 +54,7 @@ def _create_core(launch: EngineLaunch, report: Callable[[Status], None]) -> Engi
 
 
 def _runner_factory(name: str) -> RunnerFactory:
-    path = "anyengine.engine.model_runner:create_runner" if name == "transformers" else name
+    path = "anyengine.engine.runner.model_runner:create_runner" if name == "transformers" else name
     module, _, attribute = path.partition(":")
     return cast(RunnerFactory, getattr(importlib.import_module(module), attribute))
 

@@ -144,8 +144,6 @@ def _open_zmq_objects() -> list[str]:
     zmq = sys.modules.get("zmq")
     if zmq is None:
         return []
-    return [
-        f"open: {found!r}"
-        for found in gc.get_objects()
-        if issubclass(type(found), zmq.Socket | zmq.Context) and not found.closed
-    ]
+    kinds = (zmq.Socket, zmq.Context)
+    # type(), since isinstance() asks an object for its __class__, and not every object of a process answers kindly.
+    return [f"open: {found!r}" for found in gc.get_objects() if issubclass(type(found), kinds) and not found.closed]

@@ -17,9 +17,9 @@ from anyengine._process.status import Status
 from anyengine._protocol.handshake import EngineHandshake
 from anyengine._wire import EngineAddresses, dialect_for, engine_identity
 from anyengine.config import EngineLaunch
-from anyengine.engine.busy_loop import BusyLoop
 from anyengine.engine.interfaces import Engine
-from anyengine.engine.io_threads import Command, InputThread, OutputThread, StopEngine
+from anyengine.engine.serving.busy_loop import BusyLoop
+from anyengine.engine.serving.io_threads import Command, InputThread, OutputThread, StopEngine
 
 __all__ = ["serve"]
 

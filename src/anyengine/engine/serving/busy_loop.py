@@ -27,8 +27,8 @@ from anyengine._wire import (
     UtilityOutput,
 )
 from anyengine.engine.interfaces import Engine
-from anyengine.engine.io_threads import Command, OutputThread, StopEngine, ThreadFailed, utility_failure
-from anyengine.engine.malformed import Malformed
+from anyengine.engine.serving.io_threads import Command, OutputThread, StopEngine, ThreadFailed, utility_failure
+from anyengine.engine.serving.malformed import Malformed
 
 __all__ = ["BusyLoop"]
 

@@ -29,7 +29,7 @@ from anyengine._wire import (
     Frame,
     UtilityOutput,
 )
-from anyengine.engine.malformed import Malformed, salvage
+from anyengine.engine.serving.malformed import Malformed, salvage
 from anyengine.exceptions import DecodeError, EncodeError
 
 __all__ = ["Command", "InputThread", "OutputThread", "StopEngine", "ThreadFailed", "utility_failure"]

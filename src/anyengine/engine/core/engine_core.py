@@ -23,13 +23,13 @@ from anyengine._wire import (
     SchedulerStats,
 )
 from anyengine.config import EmbeddedEngine
+from anyengine.engine.core.pausing import PauseGate, PauseMode
+from anyengine.engine.core.scheduler import Scheduler
+from anyengine.engine.core.statistics import EngineStatistics
+from anyengine.engine.core.stopping import Stop, check_stop
+from anyengine.engine.core.utilities import UtilityTable
+from anyengine.engine.core.validation import check_request
 from anyengine.engine.interfaces import ModelRunner, ScheduledSequence, SequenceState
-from anyengine.engine.pausing import PauseGate, PauseMode
-from anyengine.engine.scheduler import Scheduler
-from anyengine.engine.statistics import EngineStatistics
-from anyengine.engine.stopping import Stop, check_stop
-from anyengine.engine.utilities import UtilityTable
-from anyengine.engine.validation import check_request
 
 __all__ = ["DIALECT_VERSION", "EngineCore"]
 

@@ -2,8 +2,8 @@
 
 Owns the forward passes: what goes in one pass, positions and masks. Sequences that compute equally many tokens share
 a pass, so a step is one pass for all that decode and one for each distinct prompt (or chunk) length, without padding;
-nobody is recomputed when another joins. Where keys and values lie is :mod:`~anyengine.engine.kv_cache`'s business,
-what parameters mean is :mod:`~anyengine.engine.sampler`'s, which sequences run is the scheduler's.
+nobody is recomputed when another joins. Where keys and values lie is :mod:`.kv_cache`'s business, what parameters mean
+is :mod:`.sampler`'s, which sequences run is the scheduler's.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from anyengine.engine.models import resolve_model
 try:
     import torch
 
-    from anyengine.engine.kv_cache import SlotCache
-    from anyengine.engine.loader import LoadedModel, load_model
-    from anyengine.engine.sampler import sample, unsupported_sampling
+    from anyengine.engine.runner.kv_cache import SlotCache
+    from anyengine.engine.runner.loader import LoadedModel, load_model
+    from anyengine.engine.runner.sampler import sample, unsupported_sampling
 except ImportError as exc:
     raise ImportError(
         f'The embedded engine needs torch and transformers: pip install "anyengine[torch]" ({exc})'

@@ -1,0 +1,1 @@
+"""The torch side: loading, the KV cache, the model runner, the sampler. The only place that imports torch."""
