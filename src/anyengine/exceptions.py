@@ -97,7 +97,7 @@ class StartupTimeout(EngineStartupError, TimeoutError):
 
     def __init__(self, message: str, *, stage_seconds: dict[str, float] | None = None, **startup: Any) -> None:
         super().__init__(message, **startup)
-        self.stage_seconds = stage_seconds or {}
+        self.stage_seconds: dict[str, float] = stage_seconds or {}
 
 
 class EngineDeadError(_ProcessError):

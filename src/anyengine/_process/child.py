@@ -63,10 +63,10 @@ class ChildProcess:
             start_new_session=True,
             bufsize=0,
         )
-        self.pid = self._popen.pid
+        self.pid: int = self._popen.pid
         self._stderr_tail: deque[str] = deque(maxlen=_STDERR_TAIL_LINES)
         self._exit: ProcessExit | None = None
-        self.exited = anyio.Event()
+        self.exited: anyio.Event = anyio.Event()
         self._pidfd = _open_pidfd(self.pid)
         for pipe in (self._popen.stdout, self._popen.stderr):
             assert pipe is not None

@@ -27,7 +27,7 @@ class SupervisedEngine:
     def __init__(self, rank: int, child: ChildProcess, on_status: Callable[[Status], None] | None = None) -> None:
         self.rank = rank
         self.child = child
-        self.status = Status(stage="spawned")
+        self.status: Status = Status(stage="spawned")
         self.model_dir: str | None = None
         self._on_status = on_status
         self._stage_started_s = anyio.current_time()

@@ -44,9 +44,9 @@ class Connection:
         self._dialects = dict(dialects)
         self._decode = next(iter(self._dialects.values())).decode_outputs
         self._client_index = client_index
-        self.requests = RequestRegistry()
-        self.utilities = UtilityRegistry(call_id_prefix)
-        self.malformed_messages = 0
+        self.requests: RequestRegistry = RequestRegistry()
+        self.utilities: UtilityRegistry = UtilityRegistry(call_id_prefix)
+        self.malformed_messages: int = 0
 
     @property
     def ranks(self) -> tuple[int, ...]:

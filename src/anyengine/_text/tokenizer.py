@@ -40,8 +40,8 @@ class Tokenizer:
         self._decoder_types = _decoder_types(backend.decoder)
         self._vocabularies: dict[bool, BytePieces | TokenKinds] = {}  # by skip_special_tokens
         self.vocab_size: int = facts.vocab_size or backend.get_vocab_size(with_added_tokens=True)
-        self.max_model_len = facts.max_model_len
-        self.eos_token_ids = facts.eos_token_ids or self._eos_of_tokenizer()
+        self.max_model_len: int | None = facts.max_model_len
+        self.eos_token_ids: tuple[int, ...] = facts.eos_token_ids or self._eos_of_tokenizer()
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Tokenizer:

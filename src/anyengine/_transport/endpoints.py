@@ -40,6 +40,13 @@ class Endpoints:
     Made by :func:`open_endpoints`. Belongs to the thread that opened it. Lifetime: until ``close``.
     """
 
+    handshake: ZmqSocket
+    inputs: ZmqSocket
+    outputs: ZmqSocket
+    handshake_address: str
+    input_address: str
+    output_address: str
+
     def __init__(self, transport: Literal["ipc", "tcp"]) -> None:
         with ExitStack() as undo:
             directory = undo.enter_context(_PrivateDirectory()) if transport == "ipc" else None

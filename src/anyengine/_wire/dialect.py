@@ -59,7 +59,7 @@ class Dialect:
     __slots__ = ("_outputs", "_request", "_written", "since")
 
     def __init__(self, since: Release, rows: Mapping[str, tuple[Row, ...]] = ROWS) -> None:
-        self.since = since
+        self.since: Release = since
         self._written = writing_types(_CANONICAL, rows, since)
         read = decoding_types(_CANONICAL, rows, since)
         self._request = compile_decoder(cast(type[EngineCoreRequest], read.get(EngineCoreRequest, EngineCoreRequest)))

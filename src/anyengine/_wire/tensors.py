@@ -71,7 +71,6 @@ class Tensor:
     """
 
     __slots__ = ("data", "dtype", "shape")
-    __hash__ = None  # type: ignore[assignment]  # shares mutable memory
 
     def __init__(self, dtype: str, shape: Sequence[int], data: Frame) -> None:
         if len(shape) > _MAX_DIMENSIONS or any(type(dim) is not int or dim < 0 for dim in shape):
@@ -79,9 +78,9 @@ class Tensor:
         item_bytes = _item_bytes(dtype)
         if item_bytes is not None and math.prod(shape) * item_bytes != _num_bytes(data):
             raise ValueError(f"a tensor of {dtype!r} and shape {list(shape)!r} cannot have {_num_bytes(data)} bytes")
-        self.dtype = dtype
-        self.shape = tuple(shape)
-        self.data = data
+        self.dtype: str = dtype
+        self.shape: tuple[int, ...] = tuple(shape)
+        self.data: Frame = data
 
     @property
     def nbytes(self) -> int:

@@ -63,7 +63,7 @@ class ToyRunner:
     dtype = "float32"
 
     def __init__(self, options: ToyOptions, *, seed: int, max_model_len: int) -> None:
-        self.vocab_size = options.vocab_size
+        self.vocab_size: int = options.vocab_size
         self.max_model_len = max_model_len
         self.eos_token_ids: tuple[int, ...] = (options.eos_token_id,) if options.eos_token_id >= 0 else ()
         self._options = options

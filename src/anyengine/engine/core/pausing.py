@@ -22,11 +22,11 @@ class PauseGate:
     """
 
     def __init__(self) -> None:
-        self.paused = False
+        self.paused: bool = False
         """No waiting request joins the batch."""
-        self.frozen = False
+        self.frozen: bool = False
         """No step is run."""
-        self.refuses_new = False
+        self.refuses_new: bool = False
         """New requests fail at once, instead of waiting for the end of the pause."""
         self._owed: list[Future[None]] = []
 

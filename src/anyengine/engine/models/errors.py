@@ -31,4 +31,4 @@ class ModelNotFoundError(LookupError):
         lines += [f"  {number}. {failure}" for number, failure in enumerate(failures, 1)]
         super().__init__("\n".join(lines))
         self.model = model
-        self.failures = tuple(failures)
+        self.failures: tuple[SourceFailure, ...] = tuple(failures)

@@ -25,10 +25,10 @@ try:
     from anyengine.engine.runner.kv_cache import SlotCache
     from anyengine.engine.runner.loader import LoadedModel, load_model
     from anyengine.engine.runner.sampler import sample, unsupported_sampling
-except ImportError as exc:
+except ImportError as _missing:
     raise ImportError(
-        f'The embedded engine needs torch and transformers: pip install "anyengine[torch]" ({exc})'
-    ) from exc
+        f'The embedded engine needs torch and transformers: pip install "anyengine[torch]" ({_missing})'
+    ) from _missing
 
 __all__ = ["TransformersRunner", "create_runner"]
 
@@ -66,10 +66,10 @@ class TransformersRunner:
 
     def __init__(self, loaded: LoadedModel, *, max_num_seqs: int, max_model_len: int, seed: int) -> None:
         self._model = loaded.model
-        self.vocab_size = loaded.vocab_size
+        self.vocab_size: int = loaded.vocab_size
         self.max_model_len = max_model_len
-        self.dtype = str(self._model.dtype).removeprefix("torch.")
-        self.eos_token_ids = loaded.eos_token_ids
+        self.dtype: str = str(self._model.dtype).removeprefix("torch.")
+        self.eos_token_ids: tuple[int, ...] = loaded.eos_token_ids
         self._attention = loaded.attention
         self._device = self._model.device
         self._cache = SlotCache(max_num_seqs=max_num_seqs, max_length_tokens=max_model_len)

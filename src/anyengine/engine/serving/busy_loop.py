@@ -34,7 +34,7 @@ __all__ = ["BusyLoop"]
 
 _SHUTTING_DOWN = "Server shutting down"  # vLLM's words
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -155,7 +155,7 @@ class BusyLoop:
         self._engine.count_malformed()
         if kind not in self._logged_kinds:  # one broken client must not fill the disk
             self._logged_kinds.add(kind)
-            logger.error(
+            _logger.error(
                 "dropped a malformed message (%s); further ones of this kind are only counted: %s", kind, reason
             )
 

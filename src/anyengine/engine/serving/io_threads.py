@@ -34,7 +34,7 @@ from anyengine.exceptions import DecodeError, EncodeError
 
 __all__ = ["Command", "InputThread", "OutputThread", "StopEngine", "ThreadFailed", "utility_failure"]
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 def utility_failure(call_id: int, method: str, reason: str) -> UtilityOutput:
@@ -112,7 +112,7 @@ class InputThread(_SocketThread):
     """Registers with every client, then turns messages into commands, in order of arrival."""
 
     name = "engine-input"
-    socket_type = zmq.DEALER
+    socket_type: ClassVar[int] = zmq.DEALER
     linger_ms = 0
 
     def __init__(
@@ -167,7 +167,7 @@ class OutputThread(_SocketThread):
     """Encodes and sends, in the order of :meth:`send`. No client can block it: its sockets have no high-water mark."""
 
     name = "engine-output"
-    socket_type = zmq.PUSH
+    socket_type: ClassVar[int] = zmq.PUSH
     linger_ms = 4000  # as vLLM: long enough for the last outputs, short enough for a supervisor's grace period
 
     def __init__(
@@ -211,6 +211,6 @@ class OutputThread(_SocketThread):
             call = outputs.utility_output
             if call is None:
                 raise
-            logger.error("the result of utility call %s cannot be encoded: %s", method, exc)
+            _logger.error("the result of utility call %s cannot be encoded: %s", method, exc)
             failure = utility_failure(call.call_id, method, f"its result cannot be encoded: {exc}")
             return self._dialect.encode_outputs(EngineCoreOutputs(outputs.engine_index, utility_output=failure))

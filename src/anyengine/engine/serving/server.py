@@ -26,7 +26,7 @@ __all__ = ["serve"]
 _INIT_TIMEOUT_S = 300  # as vLLM: a client that binds late is waited for
 _HANDSHAKE_LINGER_MS = 5000
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 def serve(
@@ -68,7 +68,7 @@ def _greet(socket: zmq.Socket[bytes], handshake: EngineHandshake, launch: Engine
         raise TimeoutError(f"no answer to HELLO from {launch.handshake_address} in {_INIT_TIMEOUT_S} s")
     addresses = handshake.receive_init(socket.recv()).addresses
     if addresses.coordinator_input is not None:
-        logger.warning("this engine reports to no coordinator; %s is left alone", addresses.coordinator_input)
+        _logger.warning("this engine reports to no coordinator; %s is left alone", addresses.coordinator_input)
     return addresses
 
 
