@@ -163,3 +163,19 @@ async def test_cancelling_the_block_is_not_a_death() -> None:
                     scope.cancel()
                     await anyio.sleep_forever()
     assert [type(error) for error in caught] == [ClientClosedError]
+
+
+@pytest.mark.parametrize("link", ["input", "output"])
+async def test_a_deaf_or_mute_engine_is_dead_though_its_process_lives(link: str) -> None:
+    """Its thread for one direction ended, and nothing else would ever tell. Whoever waits is told."""
+    with anyio.fail_after(30):
+        async with EngineClient(engine=misbehaving("loses_link", link)) as client:
+            assert await client.core.utility("first") == "done"
+            stream = await client.submit([1], SamplingParams(max_tokens=5))
+            with pytest.raises(EngineDeadError, match=f"lives, but its {link} connection is gone"):
+                await anext(stream)
+            with pytest.raises(EngineDeadError):
+                await client.core.utility("second")
+            assert client.state is ClientState.DEAD
+            cause = await client.wait_dead()
+    assert (cause.exit_code, cause.signal) == (None, None)

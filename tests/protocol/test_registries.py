@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from protocol_pieces import PREFIX, Consumer, nothing, output, request
 
-from anyengine._protocol import Connection, Frames, PendingCall, UtilityReply
+from anyengine._protocol import Connection, Frames, PendingCall, RequestRegistry, UtilityReply
 from anyengine._wire import (
     NEWEST,
     AbortRequests,
@@ -258,3 +258,25 @@ def test_whoever_is_told_may_act_at_once(connection: Connection, registry: str) 
         connection.utility(name, [], 0, act(name))
     getattr(connection, registry).fail_all(dead())
     assert told == ["a", "b"]
+
+
+def test_a_consumer_that_cannot_be_told_keeps_nobody_from_being_told() -> None:
+    class Deaf:
+        def push(self, output: EngineCoreOutput) -> None: ...
+
+        def fail(self, error: BaseException) -> None:
+            raise ZeroDivisionError
+
+    registry = RequestRegistry()
+    told: list[BaseException] = []
+
+    class Listening(Deaf):
+        def fail(self, error: BaseException) -> None:
+            told.append(error)
+
+    registry.open("a", 0, Deaf())
+    registry.open("b", 0, Listening())
+    cause = EngineDeadError("gone")
+    registry.fail_all(cause)
+    assert told == [cause]
+    assert len(registry) == 0

@@ -184,6 +184,16 @@ def record(peer: Peer, path: str) -> None:
                 peer.reply(payload[1], "ok")
 
 
+def loses_link(peer: Peer, link: str) -> None:
+    """Serves one call, then closes its "input" (deaf) or "output" (mute) socket and lives on."""
+    peer.start()
+    _, payload = peer.receive()
+    peer.reply(payload[1], "done")
+    peer.receive()  # what comes next is never answered
+    (peer.inputs if link == "input" else peer.outputs).close(linger=1000)
+    signal.pause()
+
+
 def grandchild(peer: Peer) -> None:
     """Starts a process of its own that would outlive it, and says so on stderr."""
     pid = os.fork()
@@ -195,10 +205,130 @@ def grandchild(peer: Peer) -> None:
     signal.pause()
 
 
+def registers_with(peer: Peer, fields: str) -> None:
+    """A registration with these fields (JSON) in place of the usual ones."""
+    peer.hello()
+    peer.init()
+    peer.inputs.send(pack({**READY_RESPONSE, **json.loads(fields)}))
+    peer.ready()
+    signal.pause()
+
+
+def vanish(peer: Peer, marker: str) -> None:
+    """Says HELLO, hangs up, makes the file ``marker`` and, once that is gone, exits with code 3."""
+    peer.hello()
+    peer.handshake.close(linger=5000)
+    peer.context.term()
+    path = Path(marker)
+    path.touch()
+    while path.exists():
+        time.sleep(0.01)
+    os._exit(3)
+
+
+UNDECODABLE: dict[str, Any] = {  # what stands after the request id, in place of [token_ids, ...]
+    "no tokens": [],
+    "a token that is no int": [[1.5]],
+    "a stop reason that is an array": [[1], None, None, None, 0, [1]],
+    "a pickle": [[1], None, None, None, None, None, None, {"x": msgspec.msgpack.Ext(1, b"cos\nsystem\n")}],
+    "a tensor without its frame": [[1], None, None, ["float32", [1], 1]],
+}
+
+
+def undecodable(peer: Peer, what: str) -> None:
+    """Answers three requests in one message: one token, the last. The second one's output cannot be decoded (or, of
+    "statistics", what stands beside the outputs). Then answers calls with the ids of all requests, and of the aborted
+    ones."""
+    peer.start()
+    added: list[str] = []
+    aborted: list[str] = []
+    while True:
+        kind, payload = peer.receive()
+        if kind == b"\x00":
+            added.append(payload[0])
+        elif kind == b"\x01":
+            aborted += payload
+        else:
+            peer.reply(payload[1], [added, aborted])
+        if kind == b"\x00" and len(added) == 3:
+            outputs: list[Any] = [[request_id, [7], None, None, None, 1] for request_id in added]
+            if what != "statistics":
+                outputs[1] = [added[1], *UNDECODABLE[what]]
+            peer.outputs.send(pack([0, outputs, "nonsense" if what == "statistics" else None, 0.0, None]))
+
+
+UNREADABLE: dict[str, list[Any]] = {  # what stands after the call id, in place of [failure message, [type info, value]]
+    "a pickle": [None, [["m", "C"], msgspec.msgpack.Ext(2, b"cos\nsystem\n")]],
+    "no pair": [None, "done"],
+    "a failure that is no text": [5, None],
+}
+
+
+def unreadable_reply(peer: Peer, what: str) -> None:
+    """Answers every other call so that it cannot be read."""
+    peer.start()
+    while True:
+        for reply in (UNREADABLE[what], [None, [None, "done"]]):
+            _, payload = peer.receive()
+            peer.outputs.send(pack([0, [], None, 0.0, [payload[1], *reply]]))
+
+
+def dead_but_talking(peer: Peer) -> None:
+    """Sends the dead sentinel, lives on, and sends output batches as fast as it can."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    peer.start()
+    peer.outputs.send(b"ENGINE_CORE_DEAD")
+    message = pack([0, [["nobody", [1] * 100]], None, 0.0, None])
+    while True:
+        peer.outputs.send(message)
+
+
+def flood(peer: Peer, name: str) -> None:
+    """At each call, sends on the socket ``name`` until nothing is taken any more; the answer: how many of 20,000."""
+    peer.start()
+    socket: zmq.Socket[bytes] = getattr(peer, name)
+    socket.setsockopt(zmq.SNDTIMEO, 500)
+    while True:
+        _, payload = peer.receive()
+        count = 0
+        try:
+            for count in range(20_000):  # noqa: B007 - the count is what is asked for
+                socket.send(bytes(4096))
+        except zmq.Again:
+            pass
+        peer.reply(payload[1], count + 1)
+
+
+def talkative(peer: Peer) -> None:
+    """Says where it is among much that only looks like it, then exits with code 3."""
+    junk = [
+        b"\xff" * 3_000_000,
+        b'{"stage":"\xff"}',
+        b'{"stage":1}',
+        b'{"stage":"loading","fraction":"x"}',
+        b"[" * 100_000,
+    ]
+    junk += [b'{"stage":"epoch %d"}' % epoch for epoch in range(2000)]
+    sys.stdout.buffer.write(b'{"stage":"loading"}\n' + b"\n".join(junk) + b"\n")
+    sys.stdout.flush()
+    os.write(2, b"\xff" * 3_000_000)
+    os._exit(3)
+
+
+def model_at(peer: Peer, model_dir: str) -> None:
+    """Names ``model_dir`` as the directory of its model."""
+    print(json.dumps({"stage": "loading", "model_dir": model_dir}), flush=True)
+    peer.start()
+    signal.pause()
+
+
 BEHAVIOURS = {
     function.__name__: function
-    for function in (exit_at, nonsense, silent, dead_after_ready, late_outputs, notify, slow_calls, record, grandchild)
-}
+    for function in (
+        exit_at, nonsense, silent, dead_after_ready, late_outputs, notify, slow_calls, record, grandchild,
+        registers_with, vanish, undecodable, unreadable_reply, dead_but_talking, flood, talkative, model_at, loses_link,
+    )
+}  # fmt: skip
 
 if __name__ == "__main__":
     BEHAVIOURS[sys.argv[1]](Peer(), *sys.argv[2:])

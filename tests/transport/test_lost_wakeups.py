@@ -249,7 +249,7 @@ async def test_a_reader_cancelled_at_random_beside_a_thread(links: ZmqLinks, fac
                         assert loads(number) == got
                         got += 1
                 cancelled += scope.cancelled_caught
-    assert cancelled > 100
+    assert cancelled > 10  # how many depends on the machine; that there were some is the point
 
 
 @pytest.fixture

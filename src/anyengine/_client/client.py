@@ -7,33 +7,24 @@ streams. Sits on :class:`~anyengine._client.core_client.EngineCoreClient`, which
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, suppress
 from types import TracebackType
 from typing import Literal, Self
 
-import anyio
-
 from anyengine._process.status import Status
-from anyengine._protocol import UtilityReply
-from anyengine._text import Detokenizer, Tokenizer
-from anyengine._wire import EngineCoreOutputs
-from anyengine.config import CommandEngine, EmbeddedEngine
-from anyengine.exceptions import ClientClosedError, EngineDeadError, OutputProcessingError, UtilityError
+from anyengine._text import Tokenizer
+from anyengine.config import EmbeddedEngine, EngineSettings
+from anyengine.exceptions import ClientClosedError, EngineDeadError, UtilityError
 from anyengine.params import SamplingParams
 
 from .core_client import EngineCoreClient
-from .dropped import DroppedRequests
 from .request_builder import RequestBuilder
-from .request_state import RequestState
+from .request_desk import RequestDesk
 from .request_stream import RequestStream
-from .session import ClientState, Notification, SessionItem
-from .wakeup import make_parker
+from .session import ClientState, Notification
 
 __all__ = ["EngineClient"]
-
-_SLICE_S = 0.001  # how long the output processor works before it lets other tasks run
 
 
 class EngineClient:
@@ -45,8 +36,7 @@ class EngineClient:
 
     Args:
         model: what the embedded engine serves: an alias, a local directory, a GGUF file or a Hub id. ``None``: the
-        default
-            model, SmolLM2-135M-Instruct.
+            default model, SmolLM2-135M-Instruct.
         engine: a fully described engine instead of ``model``.
         startup_timeout_s, shutdown_grace_s, on_death, on_progress, on_notification: see :class:`EngineCoreClient`.
     """
@@ -55,7 +45,7 @@ class EngineClient:
         self,
         model: str | None = None,
         *,
-        engine: EmbeddedEngine | CommandEngine | None = None,
+        engine: EngineSettings | None = None,
         startup_timeout_s: float = 600.0,
         shutdown_grace_s: float = 5.0,
         on_death: Literal["report", "cancel"] = "report",
@@ -75,14 +65,14 @@ class EngineClient:
             on_notification=on_notification,
         )
         self._context: AbstractAsyncContextManager[None] | None = None
-        self._dropped: DroppedRequests
-        self._builder: RequestBuilder
+        self._desk: RequestDesk | None = None
 
     async def __aenter__(self) -> Self:
         """Start the engine, wait until it is ready, load its tokenizer.
 
         Raises:
             EngineStartupError: the engine did not become ready; the error has the child's own exception.
+            RequestRejected: a file of the model (tokenizer, configuration) is broken.
 
         Cancellation: the engine is gone before it propagates.
         """
@@ -108,17 +98,23 @@ class EngineClient:
         async with self._core:
             session = self._core.session
             session.in_order = True
-            self._dropped = DroppedRequests()
-            try:
-                session.tasks.start_soon(session.own, self._process_outputs)
-                session.tasks.start_soon(session.own, self._abort_dropped)
-                self._builder = await RequestBuilder.load(
-                    self._core.model_dir, self._core.registrations.values(), wire_id_prefix=secrets.token_hex(4)
-                )
-                yield
-            finally:
-                self._end_requests()
-                self._dropped.close()
+            self._desk = desk = RequestDesk(self._core)
+            with closing(desk.dropped):
+                try:
+                    session.tasks.start_soon(desk.feed_streams)
+                    session.tasks.start_soon(session.own, desk.abort_dropped)
+                    builder = await RequestBuilder.load(
+                        self._core.model_dir, self._core.registrations.values(), wire_id_prefix=secrets.token_hex(4)
+                    )
+                    desk.open(builder)
+                    yield
+                finally:
+                    desk.close()
+
+    def _entered_desk(self) -> RequestDesk:
+        if self._desk is None:
+            raise ClientClosedError("the client has not been entered; use it inside `async with`")
+        return self._desk
 
     # ------------------------------------------------------------------ requests
 
@@ -135,7 +131,7 @@ class EngineClient:
         ``request_id`` is a label, echoed in every output; several live requests may share it. Lower ``priority`` runs
         first.
         """
-        return RequestStream(self, prompt, sampling_params or SamplingParams(), request_id, priority)
+        return RequestStream(self._entered_desk, prompt, sampling_params or SamplingParams(), request_id, priority)
 
     async def submit(
         self,
@@ -154,7 +150,7 @@ class EngineClient:
         Cancellation: nothing is left in the engine.
         """
         stream = self.generate(prompt, sampling_params, request_id=request_id, priority=priority)
-        await stream._submit()
+        await stream.start()
         return stream
 
     async def abort(self, request_id: str | Iterable[str]) -> int:
@@ -169,11 +165,11 @@ class EngineClient:
         Cancellation: the aborts have been sent; only the confirmation is not awaited.
         """
         labels = {request_id} if isinstance(request_id, str) else set(request_id)
-        session = self._core.usable_session()
-        live = [entry.consumer for entry in session.connection.requests.live.values()]
-        states = [state for state in live if isinstance(state, RequestState) and state.label in labels]
+        self._core.usable_session()
+        desk = self._entered_desk()
+        states = [state for state in desk.live() if state.label in labels]
         if states:
-            self._abort_states(states)
+            desk.abort(states)
             with suppress(UtilityError):  # a refusal is an answer, and any answer is a fence
                 await self._core.utility("is_sleeping")
         return len(states)
@@ -196,8 +192,9 @@ class EngineClient:
 
         Raises:
             RequestRejected: the engine serves a model without one.
+            ClientClosedError: the client has not been entered yet.
         """
-        return self._builder.tokenizer
+        return self._entered_desk().builder.tokenizer
 
     async def wait_dead(self) -> EngineDeadError:
         """Wait until the client ends, and return why.
@@ -209,83 +206,3 @@ class EngineClient:
     def statistics(self) -> dict[str, int]:
         """Counters of this session; see :meth:`EngineCoreClient.statistics`."""
         return self._core.statistics()
-
-    # ------------------------------------------------------------ used by streams
-
-    async def _submit(
-        self, prompt: str | Sequence[int], params: SamplingParams, label: str | None, priority: int
-    ) -> tuple[RequestState, Detokenizer | None, int]:
-        """Check, register and send one request. After the tokenizing there is no await: it is owned from then on."""
-        self._core.usable_session()
-        prompt_ids = await self._builder.encode(prompt)
-        request, detokenizer = self._builder.build(prompt_ids, params, label, priority)
-        assert request.external_req_id is not None and request.prompt_token_ids is not None
-        state = RequestState(request.request_id, request.external_req_id, make_parker())
-        self._core.add(request, state)
-        return state, detokenizer, len(request.prompt_token_ids)
-
-    def _abort_states(self, states: Sequence[RequestState]) -> None:
-        """Abort requests in the engine and give their consumers the final item. Synchronous."""
-        self._core.abort([state.wire_id for state in states])
-        for state in states:
-            state.finish_aborted()
-
-    # -------------------------------------------------------------- session tasks
-
-    async def _process_outputs(self) -> None:
-        """The output processor: feeds the request streams, in the order received."""
-        stream = self._core.session.stream
-        while True:
-            try:
-                item = await stream.receive()
-            except anyio.EndOfStream:
-                return
-            slice_end_s = time.perf_counter() + _SLICE_S
-            while True:
-                self._take(item)
-                if time.perf_counter() > slice_end_s:
-                    break
-                try:
-                    item = stream.receive_nowait()
-                except (anyio.WouldBlock, anyio.EndOfStream):
-                    break
-
-    def _take(self, item: SessionItem) -> None:
-        connection = self._core.session.connection
-        if isinstance(item, EngineCoreOutputs):
-            for entry, exc in connection.requests.dispatch(item.outputs):
-                self._core.abort([entry.request_id])
-                error = OutputProcessingError(f"cannot take an output of request {entry.request_id!r}: {exc!r}")
-                error.__cause__ = exc
-                entry.consumer.fail(error)
-        elif isinstance(item, EngineDeadError):
-            self._tell_everyone(item)
-        else:
-            assert isinstance(item, UtilityReply)
-            connection.utilities.resolve(item.rank, item.output)
-
-    def _tell_everyone(self, cause: EngineDeadError) -> None:
-        session = self._core.session
-        session.connection.requests.fail_all(cause)
-        session.connection.utilities.fail_all(cause)
-        session.told_everyone()
-
-    async def _abort_dropped(self) -> None:
-        with suppress(anyio.ClosedResourceError):
-            while True:
-                self._abort_states([state for state in await self._dropped.take() if not state.ended])
-
-    def _end_requests(self) -> None:
-        """The block is being left: consumers get what has arrived and a final item or error, before anything is torn
-        down."""
-        session = self._core.session
-        while True:
-            try:
-                self._take(session.stream.receive_nowait())
-            except (anyio.WouldBlock, anyio.EndOfStream, anyio.ClosedResourceError):
-                break
-        live = [entry.consumer for entry in session.connection.requests.live.values()]
-        self._abort_states([state for state in live if isinstance(state, RequestState)])
-        session.end(ClientClosedError("the client was closed"))
-        assert session.cause is not None
-        self._tell_everyone(session.cause)

@@ -23,8 +23,8 @@ from anyengine._wire import (
     EngineCoreRequest,
     engine_identity,
 )
-from anyengine.config import CommandEngine, EmbeddedEngine
-from anyengine.exceptions import ClientClosedError, EngineDeadError
+from anyengine.config import CommandEngine, EmbeddedEngine, EngineSettings, VLLMEngine
+from anyengine.exceptions import ClientClosedError, EngineDeadError, OutputProcessingError
 
 from .lifecycle import open_session
 from .session import ClientState, Notification, Session, SessionSettings
@@ -78,7 +78,7 @@ class EngineCoreClient:
 
     def __init__(
         self,
-        engine: EmbeddedEngine | CommandEngine | None = None,
+        engine: EngineSettings | None = None,
         *,
         startup_timeout_s: float = 600.0,
         shutdown_grace_s: float = 5.0,
@@ -143,15 +143,20 @@ class EngineCoreClient:
             session.connection.requests.close(request.request_id)
             raise
 
-    def abort(self, request_ids: Iterable[str]) -> None:
+    def abort(self, request_ids: str | Iterable[str]) -> None:
         """Abort requests by wire id. Synchronous: it may stand in a ``finally``. Ids that are not alive are ignored.
 
         No output follows. Never raises for a dead engine: there is nothing left to abort then.
+
+        Raises:
+            WrongLoopError: called from another thread than the one that entered the client; nothing has changed.
         """
         session = self._session
         if session is None or session.state is ClientState.CLOSED or not hasattr(session, "connection"):
             return
-        for rank, frames in session.connection.abort(request_ids):
+        session.check_thread()
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        for rank, frames in session.connection.abort(ids):
             # Unreachable: its connection is gone, and everything it ran with it; the supervisor says why.
             with suppress(PeerUnreachable):
                 session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
@@ -171,6 +176,8 @@ class EngineCoreClient:
         being handed to the task.
         """
         session = self.session
+        if session.cause is None:
+            session.check_thread()
         try:
             item = await session.stream.receive()
         except (anyio.EndOfStream, anyio.ClosedResourceError):
@@ -180,7 +187,11 @@ class EngineCoreClient:
             raise item.for_waiter()
         assert isinstance(item, EngineCoreOutputs)
         self._batch.outputs = []
-        session.connection.requests.dispatch(item.outputs)
+        for entry, exc in session.connection.requests.dispatch(item.outputs):
+            self.abort(entry.request_id)  # a consumer of the caller's own failed: rule 5
+            error = OutputProcessingError(f"cannot take an output of request {entry.request_id!r}: {exc!r}")
+            error.__cause__ = exc
+            entry.consumer.fail(error)
         item.outputs = self._batch.outputs
         return item
 
@@ -226,7 +237,8 @@ class EngineCoreClient:
     def model_dir(self) -> str | None:
         """The local directory with the model's tokenizer and configuration, if the engine told."""
         session = self.session
-        configured = self._settings.engine.model_dir if isinstance(self._settings.engine, CommandEngine) else None
+        engine = self._settings.engine
+        configured = engine.model_dir if isinstance(engine, CommandEngine | VLLMEngine) else None
         return configured or session.engines[0].model_dir
 
     async def wait_dead(self) -> EngineDeadError:
@@ -235,6 +247,8 @@ class EngineCoreClient:
         Cancellation: safe.
         """
         session = self.session
+        if session.cause is None:
+            session.check_thread()
         await session.ended.wait()
         assert session.cause is not None
         return session.cause.for_waiter()
@@ -280,5 +294,5 @@ class EngineCoreClient:
         try:
             session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
         except PeerUnreachable as exc:
-            # Its process may still be on its way out: what the supervisor will tell everyone is told here already.
-            raise session.engines[rank].death("its connection is gone") from exc
+            # Its process may still be on its way out: what everyone will be told is told here already.
+            raise session.engines[rank].death("its input connection is gone") from exc

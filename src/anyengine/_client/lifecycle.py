@@ -1,26 +1,31 @@
 """The order in which a session starts and stops.
 
-Owns the one place where a task group is open across a yield: the client's own context manager. Leaving it, in whatever
-way,
-leaves nothing behind: consumers told, processes reaped, sockets closed, ipc files gone, tasks ended, in that order.
+Owns the one place where a task group is open across a yield: the client's own context manager. Leaving it, in
+whatever way, leaves nothing behind: consumers told, processes reaped, sockets closed, ipc files gone, tasks ended, in
+that order.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import anyio
 
 from anyengine._process.launch import launch_engine
 from anyengine._process.supervisor import SupervisedEngine
 from anyengine._protocol import Connection, FrontendHandshake
-from anyengine._transport.abc import MessageSocket
+from anyengine._transport.abc import MessageSocket, PeerUnreachable
 from anyengine._transport.endpoints import open_endpoints
 from anyengine._transport.monitor import open_monitor
-from anyengine._wire import EngineAddresses, dialect_for
-from anyengine.exceptions import ClientClosedError, EngineDeadError, EngineStartupError, RemoteProtocolError
+from anyengine._wire import EngineAddresses
+from anyengine.exceptions import (
+    ClientClosedError,
+    EngineDeadError,
+    EngineError,
+    RemoteProtocolError,
+)
 
 from .session import ClientState, Session, SessionSettings
 
@@ -40,23 +45,32 @@ async def open_session(settings: SessionSettings) -> AsyncIterator[Session]:
     Cancellation: at any point, start-up included; every process is gone before it propagates.
     """
     error: BaseException | None = None
+    interrupted = False
     session: Session | None = None
-    with open_endpoints() as endpoints, open_monitor(endpoints.outputs) as monitor:
+    with (
+        open_endpoints() as endpoints,
+        open_monitor(endpoints.inputs) as input_monitor,
+        open_monitor(endpoints.outputs) as output_monitor,
+    ):
         try:
             async with anyio.create_task_group() as tasks:
                 session = Session(settings, endpoints, tasks)
                 try:
-                    tasks.start_soon(session.watch_output_connection, monitor)
+                    tasks.start_soon(session.own, session.watch_connections, "input", input_monitor)
+                    tasks.start_soon(session.own, session.watch_connections, "output", output_monitor)
                     await _start(session)
                     with session.body_scope:
                         yield session
                 except anyio.get_cancelled_exc_class():
+                    interrupted = True
                     raise
                 except BaseException as exc:  # noqa: BLE001 - raised again below
                     error = exc  # kept outside the group, which would wrap it, and raised below
                 finally:
                     await _stop(session)  # noqa: ASYNC102 - shielded and bounded inside
                     tasks.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            error = _unwrapped(group)
         finally:
             if session is not None:
                 _release(session)
@@ -64,15 +78,23 @@ async def open_session(settings: SessionSettings) -> AsyncIterator[Session]:
     if error is not None:
         _annotate(error, session.cause)
         raise error
-    if session.body_scope.cancelled_caught and session.cause is not None:
+    if session.body_scope.cancelled_caught or interrupted:
+        # Interrupted, and the group took it for its own: somebody cancelled one of its tasks natively. The body was cut
+        # short, which must not look like its end.
+        assert session.cause is not None
         raise session.cause.for_waiter()
 
 
 async def _start(session: Session) -> None:
     settings, endpoints = session.settings, session.endpoints
     child = launch_engine(settings.engine, handshake_address=endpoints.handshake_address)
-    engine = session.engines[0] = SupervisedEngine(0, child, settings.on_progress)
-    session.tasks.start_soon(session.supervise, engine)
+    try:
+        engine = SupervisedEngine(0, child, settings.on_progress)
+    except BaseException:
+        # on_progress has been called, and may raise KeyboardInterrupt; nobody else knows the child yet.
+        child.reap()
+        raise
+    session.take_over(engine)
     handshake = FrontendHandshake(
         session.engines, EngineAddresses(inputs=[endpoints.input_address], outputs=[endpoints.output_address])
     )
@@ -80,23 +102,18 @@ async def _start(session: Session) -> None:
     if failure is not None:
         raise failure
     session.registrations = handshake.registrations
-    session.connection = Connection(
-        {rank: dialect_for(ready.vllm_version if ready else None) for rank, ready in session.registrations.items()},
-        call_id_prefix=secrets.randbits(31),
-    )
+    session.connection = Connection(handshake.dialects, call_id_prefix=secrets.randbits(31))
     await session.tasks.start(session.own, session.drain_outputs)
-    session.state = ClientState.READY
-    if (
-        child.exited.is_set()
-    ):  # it died between READY and here, when the supervisor still took it for a start-up failure
-        session.tasks.start_soon(session.bury, engine)
+    if session.cause is None:
+        session.state = ClientState.READY
+    # It died between READY and here, when the supervisor still took it for a start-up failure.
+    if child.exited.is_set():
+        session.tasks.start_soon(session.own, session.bury, engine, None)
 
 
-async def _shake_hands(
-    session: Session, engine: SupervisedEngine, handshake: FrontendHandshake
-) -> EngineStartupError | None:
+async def _shake_hands(session: Session, engine: SupervisedEngine, handshake: FrontendHandshake) -> EngineError | None:
     """Serve both handshake sockets until every rank is complete; the reason if that cannot be any more."""
-    failure: EngineStartupError | None = None
+    failure: EngineError | None = None
     timeout_s = session.settings.startup_timeout_s
 
     async def serve(socket: MessageSocket, *, registration: bool) -> None:
@@ -107,18 +124,18 @@ async def _shake_hands(
                     if registration:
                         handshake.receive_registration(identity, payload)
                     elif reply := handshake.receive_handshake(identity, payload):
-                        socket.send_nowait([identity, reply])
+                        with suppress(PeerUnreachable):  # gone already: its exit, or the deadline, tells more
+                            socket.send_nowait([identity, reply])
                 except RemoteProtocolError as exc:
-                    failure = EngineStartupError(f"the engine's handshake makes no sense: {exc}", rank=engine.rank)
-                    failure.__cause__ = exc
+                    failure = engine.handshake_error(exc)
                 if failure is not None or not handshake.pending:
                     race.cancel_scope.cancel()
                     return
 
     async def await_exit() -> None:
         nonlocal failure
-        await engine.child.exited.wait()
-        failure = engine.startup_error()
+        await session.wait_unwatched(engine)
+        failure = engine.startup_error() if session.cause is None else session.cause.for_waiter()
         race.cancel_scope.cancel()
 
     with anyio.move_on_after(timeout_s) as deadline:
@@ -132,21 +149,34 @@ async def _shake_hands(
 
 
 async def _stop(session: Session) -> None:
-    """Close admission, tell everyone, stop the processes: SIGTERM, grace, SIGKILL."""
+    """Close admission, tell everyone, stop the processes: SIGTERM, grace, SIGKILL; then see off what they started."""
     grace_s = session.settings.shutdown_grace_s if session.state is ClientState.READY else _STARTUP_GRACE_S
-    session.end(ClientClosedError("the client was closed"))
+    session.close()
     session.state = ClientState.CLOSING
-    children = [engine.child for engine in session.engines.values()]
+    engines = list(session.engines.values())
     try:
         # Shielded so that a cancelled block still ends its processes in order; bounded by the grace period.
         with anyio.move_on_after(grace_s, shield=True):
-            for child in children:
-                child.terminate()
-            for child in children:
-                await child.exited.wait()
+            for engine in engines:
+                engine.child.terminate()
+            for engine in engines:
+                await session.wait_unwatched(engine)
+                if not engine.child.exited.is_set():
+                    # Its task was cancelled natively (asyncio.run does it to all tasks at its end), which also goes
+                    # through shields.
+                    await engine.supervise()
     finally:
-        for child in children:  # native cancellation goes through shields, so this does not await
-            child.kill()
+        for engine in engines:  # native cancellation goes through shields, so this does not await
+            engine.child.kill()
+    with anyio.CancelScope(shield=True):  # bounded by the children's own grace periods; they are killed when reaped
+        async with anyio.create_task_group() as farewells:
+            for engine in engines:
+                farewells.start_soon(_see_off, session, engine)
+
+
+async def _see_off(session: Session, engine: SupervisedEngine) -> None:
+    await session.wait_unwatched(engine)  # the watch reads the same pipe
+    await engine.see_off()
 
 
 def _release(session: Session) -> None:
@@ -156,6 +186,15 @@ def _release(session: Session) -> None:
     session.feed.close()
     session.stream.close()
     session.state = ClientState.CLOSED
+
+
+def _unwrapped(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What left the session's own tasks: KeyboardInterrupt and its like, which may strike in any task."""
+    _, serious = group.split(anyio.get_cancelled_exc_class())
+    error: BaseException = serious or group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _annotate(error: BaseException, cause: EngineDeadError | None) -> None:

@@ -58,11 +58,11 @@ class RequestBuilder:
         Raises:
             RequestRejected: ``model_dir`` is no directory, or one of its files is broken.
 
-        Cancellation: safe.
+        Cancellation: returns at once; a disk that hangs keeps only its worker thread.
         """
         if model_dir is None:
             return cls(None, None, None, registrations, wire_id_prefix)
-        facts, tokenizer, trouble = await anyio.to_thread.run_sync(_read_model_dir, model_dir)
+        facts, tokenizer, trouble = await anyio.to_thread.run_sync(_read_model_dir, model_dir, abandon_on_cancel=True)
         return cls(facts, tokenizer, trouble, registrations, wire_id_prefix)
 
     @property
@@ -134,6 +134,22 @@ class RequestBuilder:
 
 
 def _read_model_dir(model_dir: str) -> tuple[ModelFacts, Tokenizer | None, RequestRejected | None]:
+    try:
+        return _read_model_files(model_dir)
+    except RequestRejected:
+        raise
+    except BaseException as exc:
+        # An engine named the directory: what is in it can make parsers fail in ways of their own (a RecursionError; a
+        # panic of the Rust code, no Exception). Nothing else is raised in a worker thread, which knows no cancellation.
+        raise RequestRejected(
+            f"the model's files in {model_dir!r:.500} cannot be read: {type(exc).__name__}: {exc!s:.500}",
+            parameter="model",
+            value=model_dir,
+            remedy="repair the directory, or fetch the model again",
+        ) from exc
+
+
+def _read_model_files(model_dir: str) -> tuple[ModelFacts, Tokenizer | None, RequestRejected | None]:
     facts = ModelFacts.read(model_dir)
     try:
         return facts, Tokenizer.from_directory(model_dir), None

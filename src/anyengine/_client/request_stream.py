@@ -8,7 +8,7 @@ item.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -18,12 +18,11 @@ from anyengine.exceptions import EngineError, OutputProcessingError, RequestErro
 from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind, SamplingParams
 
+from .request_desk import RequestDesk
 from .request_state import RequestState
 
 if TYPE_CHECKING:
     from anyengine._text import Detokenizer
-
-    from .client import EngineClient
 
 __all__ = ["RequestStream"]
 
@@ -41,13 +40,14 @@ class RequestStream:
 
     def __init__(
         self,
-        client: EngineClient,
+        desk: Callable[[], RequestDesk],
         prompt: str | Sequence[int],
         params: SamplingParams,
         request_id: str | None,
         priority: int,
     ) -> None:
-        self._client = client
+        self._find_desk = desk
+        self._desk: RequestDesk | None = None  # of the session that the request was sent in
         self._prompt = prompt
         self._params = params
         self._priority = priority
@@ -79,9 +79,33 @@ class RequestStream:
 
         Cancellation: nothing is left in the engine.
         """
-        await self._submit()
+        await self.start()
         self._owned_by_block = True
         return self
+
+    async def start(self) -> RequestState:
+        """Send the request, if it has not been sent; what :meth:`__aenter__` and the first item do. For the client.
+
+        Raises:
+            RequestRejected: bad input; nothing was sent.
+            EngineDeadError: the engine died, or the client is closed.
+            ClosedResourceError: the stream was closed before.
+
+        Cancellation: nothing is left in the engine.
+        """
+        prompt_ids: Sequence[int] = ()
+        desk = self._find_desk()
+        if self._state is None and not self._over:
+            prompt_ids = await desk.encode(self._prompt)
+        if self._state is None:  # looked at again, both: another task may have sent or closed it meanwhile
+            if self._over:
+                raise anyio.ClosedResourceError
+            accepted = desk.send(prompt_ids, self._params, self._label, self._priority)
+            self._state, self._detokenizer, self._num_prompt_tokens = accepted
+            self._desk = desk
+            self._label = self._state.label
+            self._prompt = ()  # sent: not ours to keep
+        return self._state
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -98,9 +122,10 @@ class RequestStream:
 
     def close_nowait(self) -> None:
         """:meth:`aclose` without a checkpoint. Synchronous: it may stand in a ``finally``."""
-        state, self._over = self._state, True
+        state = self._state
         if state is not None and not state.ended:
-            self._client._abort_states([state])
+            self._abort(state)
+        self._over = True  # last: in another thread the abort is refused, and the stream is what it was
 
     def abort(self) -> None:
         """Ask for the end: the request is aborted, and the stream yields its last item, with ``finish_reason="abort"``.
@@ -108,13 +133,14 @@ class RequestStream:
         Synchronous. Does nothing once the request has ended.
         """
         if self._state is not None and not self._state.ended:
-            self._client._abort_states([self._state])
+            self._abort(self._state)
 
     def __del__(self) -> None:
         state = getattr(self, "_state", None)
         if state is not None and not state.ended and not self._over:
             # A collection can run in another thread or in the middle of a send: only leave a note for the session.
-            self._client._dropped.put(state)
+            assert self._desk is not None
+            self._desk.dropped.put(state)
             warnings.warn(
                 f"request stream {self._label!r} was dropped before it had ended; its request is aborted. "
                 "Iterate it to its end, or use it as `async with client.generate(...) as stream`",
@@ -153,27 +179,24 @@ class RequestStream:
         try:
             state = self._state
             if state is None:
-                state = await self._submit()
+                state = await self.start()
             final_only = self._params.output_kind is OutputKind.FINAL_ONLY
             while not state.ended and (final_only or state.token_ids is None):
                 await state.parker.park()
-        except BaseException:
+        except anyio.ClosedResourceError:
+            raise StopAsyncIteration from None  # closed by another task while the prompt was being tokenized
+        except BaseException as exc:
             if not self._owned_by_block:
                 self.close_nowait()
+                self._error = exc if isinstance(exc, EngineError) else None
             raise
         finally:
             self._busy = False
         return self._take(state)
 
-    async def _submit(self) -> RequestState:
-        if self._state is None:
-            if self._over:
-                raise anyio.ClosedResourceError
-            accepted = await self._client._submit(self._prompt, self._params, self._label, self._priority)
-            self._state, self._detokenizer, self._num_prompt_tokens = accepted
-            self._label = self._state.label
-            self._prompt = ()  # sent: not ours to keep
-        return self._state
+    def _abort(self, state: RequestState) -> None:
+        assert self._desk is not None
+        self._desk.abort([state])
 
     def _take(self, state: RequestState) -> RequestOutput:
         """Empty the merge buffer. Synchronous, so nothing can be lost between the buffer and the caller."""

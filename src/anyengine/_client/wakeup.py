@@ -11,7 +11,10 @@ from __future__ import annotations
 import asyncio
 import sys
 from functools import cache
+from threading import get_ident
 from typing import Any, Protocol
+
+from anyengine.exceptions import WrongLoopError
 
 __all__ = ["Parker", "make_parker"]
 
@@ -23,6 +26,9 @@ class Parker(Protocol):
     async def park(self) -> None:
         """Sleep until woken.
 
+        Raises:
+            WrongLoopError: called in another thread than the one that made the parker.
+
         Cancellation: leaves nothing behind; a wake that raced with it is forgotten.
         """
 
@@ -31,13 +37,15 @@ class Parker(Protocol):
 
 
 class _AsyncioParker:
-    __slots__ = ("_future", "_loop")
+    __slots__ = ("_future", "_loop", "_thread_id")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self._thread_id = get_ident()
         self._future: asyncio.Future[None] | None = None
 
     async def park(self) -> None:
+        _check_thread(self._thread_id)
         self._future = self._loop.create_future()
         try:
             await self._future
@@ -48,6 +56,11 @@ class _AsyncioParker:
         future = self._future
         if future is not None and not future.done():
             future.set_result(None)
+
+
+def _check_thread(thread_id: int) -> None:
+    if get_ident() != thread_id:  # a wake would put a task of one loop into the queue of another
+        raise WrongLoopError("a request stream belongs to the thread of its client, and this is another one")
 
 
 def make_parker() -> Parker:
@@ -63,12 +76,14 @@ def _trio_parker_class() -> type[Parker]:
     from trio import lowlevel
 
     class TrioParker:
-        __slots__ = ("_task",)
+        __slots__ = ("_task", "_thread_id")
 
         def __init__(self) -> None:
             self._task: lowlevel.Task | None = None
+            self._thread_id = get_ident()
 
         async def park(self) -> None:
+            _check_thread(self._thread_id)
             self._task = lowlevel.current_task()
             await lowlevel.wait_task_rescheduled(self._abort)
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
+import shutil
 import signal
 import subprocess
 import sys
 import termios
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import anyio
 import anyio.lowlevel
@@ -24,8 +28,12 @@ import anyio.lowlevel
 __all__ = ["ChildProcess", "ProcessExit"]
 
 _STDERR_TAIL_LINES = 200
-_READ_BYTES = 65536
-_MAX_LINE_BYTES = 1 << 20  # a child that never ends its line must not fill our memory
+_STDERR_TAIL_CHARS = 4096  # of each line: the tail is for a person to read
+_READ_BYTES = 16384
+# A child that never ends its line must fill neither our memory nor our time. A status line is whole or useless; a log
+# line is cut, since bytes that are no UTF-8 take 0.15 s for each MiB to spell out.
+_MAX_STATUS_BYTES = 1 << 20
+_MAX_LOG_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +59,25 @@ class ChildProcess:
     Owning task: the one that runs :meth:`watch`, which ends when the child has ended. Whoever created the object must
     call :meth:`kill` and :meth:`reap` last, in every case; they are synchronous, so that native cancellation cannot
     interrupt them.
+
+    Args:
+        orphans_grace_s: how long what the child started may live on after it, to clean up. It gets SIGTERM; whoever
+            holds standard error open is waited for, by :meth:`wait_orphans` or, failing that, by :meth:`reap`; then it
+            is killed.
+        scratch_dir: a directory of the child's own, which :meth:`reap` removes.
     """
 
-    def __init__(self, argv: Sequence[str], *, stdin_line: bytes, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin_line: bytes,
+        env: Mapping[str, str] | None = None,
+        orphans_grace_s: float = 0.0,
+        scratch_dir: Path | None = None,
+    ) -> None:
+        self._orphans_grace_s = orphans_grace_s
+        self._scratch_dir = scratch_dir
         self._popen = subprocess.Popen(
             list(argv),
             stdin=subprocess.PIPE,
@@ -84,15 +108,9 @@ class ChildProcess:
 
         Cancellation: stops watching; the child is not touched.
         """
-
-        def keep_stderr(line: bytes) -> None:
-            text = line.decode("utf-8", "backslashreplace")
-            self._stderr_tail.append(text)
-            on_stderr_line(text)
-
-        assert self._popen.stdout is not None and self._popen.stderr is not None
-        stdout = _LinePump(self._popen.stdout.fileno(), on_stdout_line)
-        stderr = _LinePump(self._popen.stderr.fileno(), keep_stderr)
+        assert self._popen.stdout is not None
+        stdout = _LinePump(self._popen.stdout.fileno(), on_stdout_line, _MAX_STATUS_BYTES)
+        stderr = self._stderr_pump(on_stderr_line)
         async with anyio.create_task_group() as pumps:
             pumps.start_soon(stdout.run)
             pumps.start_soon(stderr.run)
@@ -102,6 +120,38 @@ class ChildProcess:
         await stdout.finish()
         await stderr.finish()
         self.exited.set()
+
+    async def wait_orphans(self, on_stderr_line: Callable[[str], None]) -> None:
+        """Read on, after :meth:`watch`, until nobody that the child started lives, or ``orphans_grace_s`` is over.
+
+        Cancellation: :meth:`reap` waits instead.
+        """
+        if not self._orphans_grace_s:
+            return
+        self._signal_group(signal.SIGTERM)
+        with anyio.move_on_after(self._orphans_grace_s):
+            await self._stderr_pump(on_stderr_line).run()
+        self._orphans_grace_s = 0.0
+
+    def _wait_orphans_blocking(self) -> None:
+        self._signal_group(signal.SIGTERM)
+        assert self._popen.stderr is not None
+        fd = self._popen.stderr.fileno()
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        deadline_s = time.monotonic() + self._orphans_grace_s
+        while (left_s := deadline_s - time.monotonic()) > 0 and poller.poll(left_s * 1000) and os.read(fd, _READ_BYTES):
+            pass
+        self._orphans_grace_s = 0.0
+
+    def _stderr_pump(self, on_line: Callable[[str], None]) -> _LinePump:
+        def keep(line: bytes) -> None:
+            text = line.decode("utf-8", "backslashreplace")
+            self._stderr_tail.append(text[:_STDERR_TAIL_CHARS])
+            on_line(text)
+
+        assert self._popen.stderr is not None
+        return _LinePump(self._popen.stderr.fileno(), keep, _MAX_LOG_BYTES)
 
     async def _wait_exit(self, status_pipe_closed: anyio.Event) -> None:
         if self._pidfd is None:
@@ -142,21 +192,36 @@ class ChildProcess:
                 os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Make sure that it, and whatever it started in its process group, ends: SIGKILL. Synchronous, idempotent."""
+        """Make sure that it ends: SIGKILL. Synchronous, idempotent. So does whatever it started in its process group,
+        unless that has a grace period, which begins now."""
+        if self._orphans_grace_s:
+            if self.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+        else:
+            self._signal_group(signal.SIGKILL)
+
+    def _signal_group(self, number: signal.Signals) -> None:
         self.poll()  # does not signal what somebody else has reaped
         if self._popen.returncode is None:
             with suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, when only zombies are left
-                os.killpg(self.pid, signal.SIGKILL)
+                os.killpg(self.pid, number)
 
     def reap(self) -> ProcessExit:
         """Collect the ended process and close its pipes. Synchronous, idempotent; :meth:`watch` must have ended.
 
-        Blocks for the moment that the kernel needs to tear a killed process down.
+        Blocks for the moment that the kernel needs to tear a killed process down; and, if :meth:`wait_orphans` was not
+        called or cut short, for ``orphans_grace_s``.
         """
         self.kill()
+        if self._orphans_grace_s:
+            self._wait_orphans_blocking()
+            self.kill()
         self._exit = self.poll() or _describe(self.pid, self._popen.wait())
         self._popen.wait()
         self._close_pipes()
+        if self._scratch_dir is not None:
+            shutil.rmtree(self._scratch_dir, ignore_errors=True)
         return self._exit
 
     def _close_pipes(self) -> None:
@@ -193,10 +258,11 @@ def _describe(pid: int, returncode: int) -> ProcessExit:
 class _LinePump:
     """Reads a pipe line by line, for one :meth:`ChildProcess.watch`. Reads never wait; only readiness is awaited."""
 
-    def __init__(self, fd: int, on_line: Callable[[bytes], None]) -> None:
+    def __init__(self, fd: int, on_line: Callable[[bytes], None], max_line_bytes: int) -> None:
         self.ended = anyio.Event()
         self._fd = fd
         self._on_line = on_line
+        self._max_line_bytes = max_line_bytes
         self._pending = b""
 
     async def run(self) -> None:
@@ -222,7 +288,7 @@ class _LinePump:
         *lines, self._pending = (self._pending + chunk).split(b"\n")
         for line in lines:
             self._on_line(line)
-        if len(self._pending) > _MAX_LINE_BYTES or not chunk:
+        if len(self._pending) > self._max_line_bytes or not chunk:
             self._flush()
         if not chunk:
             self.ended.set()

@@ -1,31 +1,35 @@
 """How an engine core is started: the command line, the environment and the line on its standard input.
 
-Owns nothing at run time. No pickle, no fork: ``python -m anyengine.engine`` in a fresh interpreter, or somebody's
-program.
+Owns nothing at run time. No pickle, no fork: ``python -m anyengine.engine`` in a fresh interpreter, somebody's program,
+or vLLM's engine core, run by our launcher in the interpreter of vLLM's environment.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import msgspec
 
-from anyengine.config import CommandEngine, EmbeddedEngine, EngineLaunch
+from anyengine.config import CommandEngine, EngineLaunch, EngineSettings, VLLMEngine
 
 from .child import ChildProcess
 
 __all__ = ["launch_engine"]
 
 
-def launch_engine(engine: EmbeddedEngine | CommandEngine, *, handshake_address: str, rank: int = 0) -> ChildProcess:
+def launch_engine(engine: EngineSettings, *, handshake_address: str, rank: int = 0) -> ChildProcess:
     """Start one engine core process.
 
     Raises:
         OSError: the program cannot be started.
     """
+    if isinstance(engine, VLLMEngine):
+        return _launch_vllm(engine, handshake_address, rank)
     if isinstance(engine, CommandEngine):
         argv = engine.argv
         launch = EngineLaunch(handshake_address=handshake_address, rank=rank)
@@ -33,6 +37,54 @@ def launch_engine(engine: EmbeddedEngine | CommandEngine, *, handshake_address: 
         argv = (sys.executable, "-m", "anyengine.engine")
         launch = EngineLaunch(handshake_address=handshake_address, rank=rank, engine=engine)
     return ChildProcess(argv, stdin_line=msgspec.json.encode(launch) + b"\n", env=_environment())
+
+
+_VLLM_LAUNCHER = Path(__file__).resolve().parents[1] / "vllm" / "launcher.py"  # a program, not imported here
+_VLLM_ORPHANS_GRACE_S = 5.0
+"""How long vLLM's workers may live on after their engine core: they need 2 to 4 s to notice. The resource tracker of
+multiprocessing, which ends last, removes their shared memory; whoever kills it leaks that."""
+_VLLM_PATH_BYTES = 107 - len("/anyengine-xxxxxxxx/") - 36  # an ipc path, less our directory and vLLM's socket names
+
+
+def _launch_vllm(engine: VLLMEngine, handshake_address: str, rank: int) -> ChildProcess:
+    scratch_dir = _make_scratch_dir()
+    launch = {
+        "handshake_address": handshake_address,
+        "rank": rank,
+        "scratch_dir": str(scratch_dir),
+        "args": {"model": engine.model, **engine.args},
+    }
+    try:
+        return ChildProcess(
+            (engine.python, str(_VLLM_LAUNCHER)),
+            stdin_line=msgspec.json.encode(launch) + b"\n",
+            env=_vllm_environment(engine, scratch_dir),
+            orphans_grace_s=_VLLM_ORPHANS_GRACE_S,
+            scratch_dir=scratch_dir,
+        )
+    except BaseException:
+        shutil.rmtree(scratch_dir, ignore_errors=True)
+        raise
+
+
+def _vllm_environment(engine: VLLMEngine, scratch_dir: Path) -> dict[str, str]:
+    """The host's environment, with a directory for what vLLM leaves behind (sockets, for one). What torch compiles is
+    kept from one start to the next."""
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
+        **os.environ,
+        "TMPDIR": str(scratch_dir),
+        "VLLM_RPC_BASE_PATH": str(scratch_dir),
+        **engine.env,
+    }
+
+
+def _make_scratch_dir() -> Path:
+    """A private directory (mode 0700) whose path is short enough for vLLM's sockets in it."""
+    base = tempfile.gettempdir()
+    if len(os.fsencode(base)) > _VLLM_PATH_BYTES:
+        base = "/tmp"  # noqa: S108 - mkdtemp makes it private
+    return Path(tempfile.mkdtemp(prefix="anyengine-", dir=base))
 
 
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])

@@ -23,9 +23,9 @@ class ChildError(msgspec.Struct, frozen=True, omit_defaults=True):
 class Status(msgspec.Struct, frozen=True, omit_defaults=True):
     """One report of a child.
 
-    ``stage`` is one of ``importing``, ``resolving``, ``downloading``, ``loading``, ``handshake``, ``ready``,
-    ``failed``. ``fraction`` is the progress within the stage, 0 to 1, or ``None``. ``model_dir`` names a local
-    directory with ``config.json``, ``tokenizer.json`` and friends, as soon as the child knows it.
+    ``stage`` is one of ``importing``, ``configuring``, ``resolving``, ``downloading``, ``loading``, ``handshake``,
+    ``ready``, ``failed``. ``fraction`` is the progress within the stage, 0 to 1, or ``None``. ``model_dir`` names a
+    local directory with ``config.json``, ``tokenizer.json`` and friends, as soon as the child knows it.
     """
 
     stage: str

@@ -20,6 +20,11 @@ __all__ = ["SupervisedEngine"]
 
 _logger = logging.getLogger("anyengine.engine")
 
+_MAX_LOG_BYTES = 1 << 16  # of a line on standard output: spelling out 1 MiB that is no UTF-8 takes 0.15 s
+
+_STAGES = frozenset({"importing", "configuring", "resolving", "downloading", "loading", "handshake", "ready", "failed"})
+"""What a status line can report; a line with any other stage is somebody's output that happens to be JSON."""
+
 
 class SupervisedEngine:
     """An engine core process of ours. Owning task: the session task that runs :meth:`supervise`."""
@@ -43,6 +48,13 @@ class SupervisedEngine:
         with anyio.CancelScope(shield=True):
             await self.child.watch(self._take_status, self._take_log)
 
+    async def see_off(self) -> None:
+        """After the process: let what it started end by itself, for as long as it has a grace period.
+
+        Cancellation: reaping the process waits instead.
+        """
+        await self.child.wait_orphans(self._take_log)
+
     @property
     def stage_seconds(self) -> dict[str, float]:
         """Seconds spent in each start-up stage so far, the present one included."""
@@ -61,10 +73,22 @@ class SupervisedEngine:
             pid=self.child.pid,
             exit_code=ended.exit_code if ended else None,
             signal=ended.signal if ended else None,
-            stderr_tail=() if cause else self.child.stderr_tail(),
+            stderr_tail=self.child.stderr_tail(),
             stage=self._last_stage,
             child_exception=cause,
         )
+
+    def handshake_error(self, trouble: Exception) -> EngineStartupError:
+        """The process said something, on its way to ready, that makes no sense."""
+        error = EngineStartupError(
+            f"engine {self.rank} (pid {self.child.pid}): its handshake makes no sense: {trouble}",
+            rank=self.rank,
+            pid=self.child.pid,
+            stderr_tail=self.child.stderr_tail(),
+            stage=self.status.stage,
+        )
+        error.__cause__ = trouble
+        return error
 
     def startup_timeout(self, timeout_s: float) -> StartupTimeout:
         """The deadline passed while the process was still starting."""
@@ -81,11 +105,10 @@ class SupervisedEngine:
         )
 
     def death(self, symptom: str | None = None) -> EngineDeadError:
-        """The engine died after it was ready. ``symptom`` is how it was noticed, if not by the exit of the process."""
+        """The engine died after it was ready. ``symptom`` is how that was noticed, should its process still live."""
         ended = self.child.poll()
-        what = f"{ended}" if ended else "is at fault"
         return EngineDeadError(
-            f"engine {self.rank} (pid {self.child.pid}) {what}" + (f"; {symptom}" if symptom else ""),
+            f"engine {self.rank} (pid {self.child.pid}) {ended or f'lives, but {symptom}'}",
             rank=self.rank,
             pid=self.child.pid,
             exit_code=ended.exit_code if ended else None,
@@ -102,8 +125,8 @@ class SupervisedEngine:
 
     def _take_status(self, line: bytes) -> None:
         status = decode_status(line)
-        if status is None:
-            self._take_log(line.decode("utf-8", "backslashreplace"))
+        if status is None or status.stage not in _STAGES:
+            self._take_log(line[:_MAX_LOG_BYTES].decode("utf-8", "backslashreplace"))
             return
         if status.stage != self.status.stage:
             now_s = anyio.current_time()
@@ -111,7 +134,7 @@ class SupervisedEngine:
             self._stage_seconds[self.status.stage] = spent + now_s - self._stage_started_s
             self._stage_started_s = now_s
         self.status = status
-        if status.model_dir is not None:
+        if status.model_dir:
             self.model_dir = status.model_dir
         self._report()
 

@@ -6,7 +6,7 @@ the vocabulary kills a real vLLM engine for everybody). Pure functions over plai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -33,15 +33,18 @@ def check_prompt(prompt_token_ids: object, limits: EngineLimits, *, request_id: 
         RequestRejected: it is empty, not a sequence of integers, has an id outside the vocabulary, or leaves no room
         for an output token.
     """
-    if not isinstance(prompt_token_ids, Iterable) or isinstance(prompt_token_ids, _NO_SEQUENCE):
+    try:
+        if isinstance(prompt_token_ids, _NO_SEQUENCE):
+            raise TypeError
+        ids: list[int] = list(prompt_token_ids)  # type: ignore[call-overload]  # finding out is the point
+    except TypeError:
         raise RequestRejected(
             f"prompt={_short(prompt_token_ids)} is neither text nor a sequence of token ids",
             parameter="prompt",
             value=prompt_token_ids,
             remedy="give a str, or a sequence of ints",
             request_id=request_id,
-        )
-    ids: list[int] = list(prompt_token_ids)
+        ) from None
     if not ids:
         raise RequestRejected(
             "the prompt is empty: an engine needs at least one token to continue from",

@@ -42,7 +42,9 @@ class Connection:
         if not dialects:
             raise ValueError("a connection needs at least one rank")
         self._dialects = dict(dialects)
-        self._decode = next(iter(self._dialects.values())).decode_outputs
+        # Outputs do not say which rank's dialect they are in before they are decoded; the newest reads the older ones.
+        self._reader = max(self._dialects.values(), key=lambda dialect: dialect.since)
+        self._decode = self._reader.decode_outputs
         self._client_index = client_index
         self.requests: RequestRegistry = RequestRegistry()
         self.utilities: UtilityRegistry = UtilityRegistry(call_id_prefix)
@@ -107,10 +109,21 @@ class Connection:
             outputs = self._decode(frames)
         except DecodeError as exc:
             self.malformed_messages += 1
-            return MalformedMessage(exc)
+            return self._salvaged(frames, exc) or MalformedMessage(exc)
         if outputs.utility_output is None:
             return outputs
         return self._classify_reply(outputs.engine_index, outputs.utility_output)
+
+    def _salvaged(self, frames: Frames, error: DecodeError) -> Event | None:
+        """What a message that cannot be decoded says to those who wait here: who is concerned must hear of it, or
+        would wait for ever, or take what follows for the whole."""
+        part = self._reader.salvage_outputs(frames, error)
+        if part is None:
+            return None
+        if part.utility_output is not None:
+            reply = UtilityReply(part.engine_index, part.utility_output)
+            return reply if reply.output.call_id in self.utilities.pending else None
+        return part if any(output.request_id in self.requests.live for output in part.outputs) else None
 
     def _classify_reply(self, rank: int, output: UtilityOutput) -> Event:
         if output.call_id >= 0:
@@ -127,7 +140,7 @@ class Connection:
             pass
         self.malformed_messages += 1
         return MalformedMessage(
-            DecodeError(f"unsolicited message with call id {output.call_id} from engine {rank}: {output.result!r}")
+            DecodeError(f"unsolicited message with call id {output.call_id} from engine {rank}: {output.result!r:.200}")
         )
 
     def _dialect(self, rank: int) -> Dialect:

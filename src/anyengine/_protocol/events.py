@@ -50,7 +50,7 @@ class DeadSentinel:
 
 @dataclass(frozen=True, slots=True)
 class MalformedMessage:
-    """A message that could not be decoded. Nothing else is affected by it."""
+    """A message that could not be decoded, and names no live request and no pending call. Nothing is affected by it."""
 
     error: DecodeError
 

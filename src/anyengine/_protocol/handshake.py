@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from anyengine._wire import (
+    Dialect,
     EngineAddresses,
     EngineCoreReadyResponse,
     Frame,
@@ -21,6 +22,7 @@ from anyengine._wire import (
     decode_handshake,
     decode_init,
     decode_ready,
+    dialect_for,
     encode_handshake,
     rank_of,
 )
@@ -41,6 +43,7 @@ class HandshakeStage(Enum):
 class _Rank:
     stage: HandshakeStage = HandshakeStage.WAITING
     registered: bool = False
+    dialect: Dialect | None = None
     registration: EngineCoreReadyResponse | None = None  # None: not yet, or a release that says nothing (up to 0.19.1)
     parallel_config_hash: str | None = None
 
@@ -91,15 +94,20 @@ class FrontendHandshake:
         """Take the first message of the input socket.
 
         Raises:
-            RemoteProtocolError: an unknown rank, a second registration, or bytes that cannot be read.
+            RemoteProtocolError: an unknown rank, a second registration, bytes that cannot be read, no room for a single
+                token, or a release that no dialect speaks.
         """
         rank, state = self._state_of(identity)
         if state.registered:
             raise RemoteProtocolError(f"engine {rank} registered twice on the input socket")
         try:
-            state.registration = decode_ready(payload)
+            ready = decode_ready(payload)
         except DecodeError as exc:
             raise RemoteProtocolError(f"engine {rank} sent no registration: {exc}") from exc
+        if ready is not None and ready.max_model_len < 1:
+            raise RemoteProtocolError(f"engine {rank} registered with max_model_len={ready.max_model_len}")
+        state.dialect = dialect_for(ready.vllm_version if ready else None)
+        state.registration = ready
         state.registered = True
 
     def stage(self, rank: int) -> HandshakeStage:
@@ -118,6 +126,11 @@ class FrontendHandshake:
     def registrations(self) -> dict[int, EngineCoreReadyResponse | None]:
         """What each registered rank reported about itself; ``None`` where its release reports nothing."""
         return {rank: state.registration for rank, state in self._states.items() if state.registered}
+
+    @property
+    def dialects(self) -> dict[int, Dialect]:
+        """The dialect of each registered rank."""
+        return {rank: state.dialect for rank, state in self._states.items() if state.dialect is not None}
 
     def _state_of(self, identity: Frame) -> tuple[int, _Rank]:
         rank = rank_of(identity)

@@ -7,6 +7,7 @@ output or its abort. Pure: consumers are objects with two synchronous methods; n
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -98,10 +99,14 @@ class RequestRegistry:
         return groups
 
     def fail_all(self, error: BaseException, rank: int | None = None) -> list[RequestEntry]:
-        """Fail every live request (of ``rank``, if given) and forget it; the entries that were failed."""
+        """Fail every live request (of ``rank``, if given) and forget it; the entries that were failed.
+
+        Everyone is told, whatever a consumer makes of it: its own exception ends with it.
+        """
         doomed = [entry for entry in self.live.values() if rank is None or entry.rank == rank]
         for entry in doomed:
             del self.live[entry.request_id]
         for entry in doomed:
-            entry.consumer.fail(error)
+            with suppress(Exception):
+                entry.consumer.fail(error)
         return doomed

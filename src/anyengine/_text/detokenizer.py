@@ -18,6 +18,8 @@ from codecs import utf_8_decode
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
+from anyengine._text.panics import calling_rust
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -197,7 +199,7 @@ class WindowDetokenizer:
         return self._advance(self._text())
 
     def _text(self) -> str:
-        text: str = self._tokenizer.decode(self._window, skip_special_tokens=False)
+        text: str = calling_rust(self._tokenizer.decode, self._window, skip_special_tokens=False)
         return text
 
     def _advance(self, text: str) -> str:

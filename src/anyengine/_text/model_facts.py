@@ -100,7 +100,9 @@ def _positive_int(value: object) -> int | None:
 def _token_ids(value: object) -> tuple[int, ...]:
     """``eos_token_id`` as files have it, an id or a list of ids, without repetition and in order."""
     values = value if isinstance(value, list) else [value]
-    return tuple(dict.fromkeys(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0))
+    return tuple(
+        dict.fromkeys(v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 1 << 32)
+    )
 
 
 def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> str | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from anyengine._text.chat_template import render_chat_template
 from anyengine._text.detokenizer import ByteLevelDetokenizer, BytePieces, TokenKinds, WindowDetokenizer
 from anyengine._text.model_facts import ModelFacts
+from anyengine._text.panics import calling_rust
 from anyengine.exceptions import RequestRejected
 
 if TYPE_CHECKING:
@@ -83,10 +84,18 @@ class Tokenizer:
         """The token ids of ``text``; with those that the model expects around a prompt, unless told otherwise.
 
         Raises:
-            RequestRejected: ``text`` is not a string of Unicode characters.
+            RequestRejected: ``text`` is not a string of Unicode characters, or the tokenizer fails on it.
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            encoded = calling_rust(self._backend.encode, text, add_special_tokens=add_special_tokens)
+            ids: list[int] = encoded.ids
+        except ValueError as error:
+            raise RequestRejected(
+                f"the tokenizer cannot take this prompt: {error}",
+                parameter="prompt",
+                value=text,
+                remedy="give token ids, or repair the model's tokenizer.json",
+            ) from error
         except TypeError as error:  # not a string, or one with a lone surrogate
             raise RequestRejected(
                 f"the prompt is not Unicode text: {text!r:.80}",
@@ -99,7 +108,7 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids`` at once. Ids that are no token add nothing."""
         known = [token_id for token_id in token_ids if 0 <= token_id < 1 << 32]
-        text: str = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        text: str = calling_rust(self._backend.decode, known, skip_special_tokens=skip_special_tokens)
         return text
 
     def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:

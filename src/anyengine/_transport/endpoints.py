@@ -24,7 +24,10 @@ __all__ = ["Endpoints", "open_endpoints"]
 
 _ROUTER_OPTIONS = {
     zmq.SNDHWM: 0,
-    zmq.RCVHWM: 0,
+    # An engine says two or three short things here, at its start. Nobody reads later on, so what a broken one goes on
+    # to send must fill its memory and not ours: sixteen messages, and a connection with an oversized one is cut.
+    zmq.RCVHWM: 16,
+    zmq.MAXMSGSIZE: 1 << 20,
     # A message for a peer that is not there is an error (PeerUnreachable), not silence.
     zmq.ROUTER_MANDATORY: 1,
     # The newest connection of an identity is the live one. Without this libzmq hides a re-attached engine behind the

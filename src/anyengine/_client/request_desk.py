@@ -1,0 +1,165 @@
+"""The requests of one session: sent here, fed here, aborted here.
+
+Owns what happens between a request stream and the engine: registration and sending in one step, the output processor
+that feeds the merge buffers in the order received, and everybody being told when the session ends. Knows no streams:
+they come to it with a prompt and hold the :class:`RequestState` that it gives them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import anyio
+
+from anyengine._protocol import UtilityReply
+from anyengine._text import Detokenizer
+from anyengine._wire import EngineCoreOutputs
+from anyengine.exceptions import ClientClosedError, ClientFailedError, EngineDeadError, OutputProcessingError
+from anyengine.params import SamplingParams
+
+from .core_client import EngineCoreClient
+from .dropped import DroppedRequests
+from .request_builder import RequestBuilder
+from .request_state import RequestState
+from .session import SessionItem
+from .wakeup import make_parker
+
+__all__ = ["RequestDesk"]
+
+_SLICE_S = 0.001  # how long the output processor works before it lets other tasks run
+
+
+class RequestDesk:
+    """See the module. Lifetime: one session. Owning tasks: the session's, which run :meth:`feed_streams` and
+    :meth:`abort_dropped`."""
+
+    def __init__(self, core: EngineCoreClient) -> None:
+        self._core = core
+        self._session = core.session
+        self._builder: RequestBuilder | None = None
+        self.dropped: DroppedRequests = DroppedRequests()
+
+    def open(self, builder: RequestBuilder) -> None:
+        """Take requests from now on, and make them with ``builder``."""
+        self._builder = builder
+
+    @property
+    def builder(self) -> RequestBuilder:
+        """What makes the requests.
+
+        Raises:
+            ClientClosedError: the client is not entirely entered yet.
+        """
+        if self._builder is None:
+            raise ClientClosedError("the client has not been entered entirely; use it inside `async with`")
+        return self._builder
+
+    # ------------------------------------------------------------- used by streams
+
+    async def encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        """The prompt as token ids; see :meth:`RequestBuilder.encode`."""
+        self._core.usable_session()
+        return await self.builder.encode(prompt)
+
+    def send(
+        self, prompt_ids: Sequence[int], params: SamplingParams, label: str | None, priority: int
+    ) -> tuple[RequestState, Detokenizer | None, int]:
+        """Check, register and send one request. Synchronous: it is owned when this returns.
+
+        Raises:
+            RequestRejected: bad input; nothing was sent.
+            EngineDeadError: the engine died, or the client is closed.
+        """
+        request, detokenizer = self.builder.build(prompt_ids, params, label, priority)
+        assert request.external_req_id is not None and request.prompt_token_ids is not None
+        state = RequestState(request.request_id, request.external_req_id, make_parker())
+        self._core.add(request, state)
+        return state, detokenizer, len(request.prompt_token_ids)
+
+    def abort(self, states: Sequence[RequestState]) -> None:
+        """Abort requests in the engine and give their consumers the final item. Synchronous."""
+        self._core.abort([state.wire_id for state in states])
+        for state in states:
+            state.finish_aborted()
+
+    def live(self) -> list[RequestState]:
+        """The requests that have not ended."""
+        consumers = [entry.consumer for entry in self._session.connection.requests.live.values()]
+        return [state for state in consumers if isinstance(state, RequestState)]
+
+    # -------------------------------------------------------------- session tasks
+
+    async def feed_streams(self) -> None:
+        """The output processor, and what it owes to those who wait when it ends."""
+        session = self._session
+        try:
+            await session.own(self._process_outputs)
+        finally:
+            # It may have failed, or been cancelled before the block is left: who waits for outputs must hear of it.
+            if isinstance(session.cause, ClientFailedError):
+                self._tell_everyone(session.cause)
+            elif session.cause is not None:
+                self.close()
+
+    async def abort_dropped(self) -> None:
+        """Abort the requests whose streams were dropped; ends when the mailbox is closed."""
+        with suppress(anyio.ClosedResourceError):
+            while True:
+                self.abort([state for state in await self.dropped.take() if not state.ended])
+
+    async def _process_outputs(self) -> None:
+        stream = self._session.stream
+        while True:
+            try:
+                item = await stream.receive()
+            except anyio.EndOfStream:
+                return
+            slice_end_s = time.perf_counter() + _SLICE_S
+            while True:
+                self._take(item)
+                if time.perf_counter() > slice_end_s:
+                    break
+                try:
+                    item = stream.receive_nowait()
+                except (anyio.WouldBlock, anyio.EndOfStream):
+                    break
+
+    def close(self) -> None:
+        """The session ends: consumers get what has arrived and a final item or error, before anything is torn down.
+        Synchronous, idempotent."""
+        while True:
+            try:
+                self._take(self._session.stream.receive_nowait())
+            except (anyio.WouldBlock, anyio.EndOfStream, anyio.ClosedResourceError):
+                break
+        self._session.close()
+        assert self._session.cause is not None
+        self._tell_everyone(self._session.cause)
+
+    def _take(self, item: SessionItem) -> None:
+        connection = self._session.connection
+        if isinstance(item, EngineCoreOutputs):
+            for entry, exc in connection.requests.dispatch(item.outputs):
+                self._core.abort([entry.request_id])
+                error = OutputProcessingError(f"cannot take an output of request {entry.request_id!r}: {exc!r}")
+                error.__cause__ = exc
+                entry.consumer.fail(error)
+        elif isinstance(item, EngineDeadError):
+            self._tell_everyone(item)
+        else:
+            assert isinstance(item, UtilityReply)
+            connection.utilities.resolve(item.rank, item.output)
+
+    def _tell_everyone(self, cause: EngineDeadError) -> None:
+        session = self._session
+        if isinstance(cause, ClientClosedError | ClientFailedError):  # the engine lives, and must not go on with them
+            states = self.live()
+            if isinstance(cause, ClientFailedError):
+                for state in states:
+                    state.fail(cause)
+            self.abort(states)
+        session.connection.requests.fail_all(cause)
+        session.connection.utilities.fail_all(cause)
+        session.told_everyone()
