@@ -387,3 +387,17 @@ async def test_its_id_stays_its_own_until_it_is_reaped(start: Start, said: Trans
     child.reap()
     with pytest.raises(ProcessLookupError):
         os.kill(child.pid, 0)
+
+
+async def test_a_launch_line_that_would_block_the_loop_is_refused_before_anything_starts(start: Start) -> None:
+    with pytest.raises(ValueError, match="60000 fit in the pipe"):  # and the leak check finds no process
+        ChildProcess([sys.executable, "-S", "-c", "import signal; signal.pause()"], stdin_line=b"x" * 60_001)
+
+
+async def test_an_interruption_of_the_start_leaves_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(fd: int, blocking: bool) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "set_blocking", interrupted)
+    with pytest.raises(KeyboardInterrupt):  # and the leak check finds neither process nor pipe
+        ChildProcess([sys.executable, "-S", "-c", "import signal; signal.pause()"], stdin_line=b"\n")

@@ -199,18 +199,18 @@ os.kill(os.getpid(), {int(number)})
     assert str(error).endswith("CUDA error")
 
 
-async def test_a_death_by_exit_code_with_a_symptom(start: Start) -> None:
+async def test_a_death_by_exit_code_needs_no_symptom(start: Start) -> None:
     child = start("raise SystemExit(6)")
     error = (await supervised(child)).death("it sent ENGINE_CORE_DEAD")
     assert (error.exit_code, error.signal) == (6, None)
-    assert str(error) == f"engine 3 (pid {child.pid}) exited with code 6; it sent ENGINE_CORE_DEAD"
+    assert str(error) == f"engine 3 (pid {child.pid}) exited with code 6"
 
 
 async def test_an_engine_that_is_given_up_while_its_process_lives(start: Start) -> None:
     child = start("import signal; signal.pause()")
     error = SupervisedEngine(0, child).death("its connection is gone")
     assert (error.pid, error.exit_code, error.signal) == (child.pid, None, None)
-    assert str(error) == f"engine 0 (pid {child.pid}) is at fault; its connection is gone"
+    assert str(error) == f"engine 0 (pid {child.pid}) lives, but its connection is gone"
 
 
 async def test_supervision_survives_cancellation_until_the_process_has_ended(
@@ -237,3 +237,19 @@ while True: signal.pause()
     assert child.exited.is_set()
     assert child.stderr_tail() == ("stopping in order",)
     assert log() == [f"(engine 3 pid={child.pid}) stopping in order"]
+
+
+async def test_a_logging_filter_that_fails_does_not_end_supervision(start: Start) -> None:
+    class Failing(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            raise ZeroDivisionError
+
+    logger = logging.getLogger("anyengine.engine")
+    failing = Failing()
+    logger.addFilter(failing)
+    try:
+        engine = await supervised(start("import sys; print('hello', file=sys.stderr); sys.exit(3)"))
+    finally:
+        logger.removeFilter(failing)
+    assert engine.death().exit_code == 3
+    assert engine.child.stderr_tail() == ("hello",)

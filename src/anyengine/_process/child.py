@@ -30,6 +30,7 @@ __all__ = ["ChildProcess", "ProcessExit"]
 _STDERR_TAIL_LINES = 200
 _STDERR_TAIL_CHARS = 4096  # of each line: the tail is for a person to read
 _READ_BYTES = 16384
+_MAX_STDIN_BYTES = 60_000  # a pipe takes 64 KiB without blocking
 # A child that never ends its line must fill neither our memory nor our time. A status line is whole or useless; a log
 # line is cut, since bytes that are no UTF-8 take 0.15 s for each MiB to spell out.
 _MAX_STATUS_BYTES = 1 << 20
@@ -76,6 +77,11 @@ class ChildProcess:
         orphans_grace_s: float = 0.0,
         scratch_dir: Path | None = None,
     ) -> None:
+        if len(stdin_line) > _MAX_STDIN_BYTES:
+            raise ValueError(
+                f"the launch line has {len(stdin_line)} bytes, and at most {_MAX_STDIN_BYTES} fit in the pipe at once: "
+                "give the engine fewer or shorter options"
+            )
         self._orphans_grace_s = orphans_grace_s
         self._scratch_dir = scratch_dir
         self._popen = subprocess.Popen(
@@ -92,12 +98,16 @@ class ChildProcess:
         self._exit: ProcessExit | None = None
         self.exited: anyio.Event = anyio.Event()
         self._pidfd = _open_pidfd(self.pid)
-        for pipe in (self._popen.stdout, self._popen.stderr):
-            assert pipe is not None
-            os.set_blocking(pipe.fileno(), False)
-        assert self._popen.stdin is not None
-        with suppress(BrokenPipeError):  # it died at once: the exit tells more than this
-            self._popen.stdin.write(stdin_line)  # far below the pipe's 64 KiB: does not block
+        try:
+            for pipe in (self._popen.stdout, self._popen.stderr):
+                assert pipe is not None
+                os.set_blocking(pipe.fileno(), False)
+            assert self._popen.stdin is not None
+            with suppress(BrokenPipeError):  # it died at once: the exit tells more than this
+                self._popen.stdin.write(stdin_line)
+        except BaseException:  # KeyboardInterrupt, for one: nobody else knows the child yet
+            self.reap()
+            raise
 
     def stderr_tail(self, lines: int = 50) -> tuple[str, ...]:
         """The last lines of its standard error, oldest first."""

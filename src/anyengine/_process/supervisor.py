@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 
 import anyio
 
@@ -147,4 +148,6 @@ class SupervisedEngine:
                 _logger.exception("the on_progress callback failed on %r; engine %d goes on", self.status, self.rank)
 
     def _take_log(self, line: str) -> None:
-        _logger.info("(engine %d pid=%d) %s", self.rank, self.child.pid, line)
+        # Rule 5: an application's logging filter or handler fails alone. Reporting that could only fail again.
+        with suppress(Exception):
+            _logger.info("(engine %d pid=%d) %s", self.rank, self.child.pid, line)
