@@ -91,6 +91,10 @@ class EngineStartupError(_ProcessError):
         self.stage = stage
         self.child_exception = child_exception
 
+    def __str__(self) -> str:
+        # The child's own exception says it all; the tail, which is there as well, would only repeat it.
+        return Exception.__str__(self) if self.child_exception else super().__str__()
+
 
 class StartupTimeout(EngineStartupError, TimeoutError):
     """Start-up exceeded its deadline. ``stage_seconds`` maps each stage reached to the seconds spent in it."""

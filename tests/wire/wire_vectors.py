@@ -1,4 +1,4 @@
-"""The golden vectors of vLLM's own encoder: loading them, and values of them as our structs and as plain data.
+"""The golden vectors of vLLM's own encoders: loading them, and values of them as our structs and as plain data.
 
 A vector's ``value`` is plain JSON with markers (``$struct``, ``$tensor``, ``$set``, ...); ``build`` makes our structs
 of it, ``plain`` and ``plain_value`` bring ours and the vector's to one form that can be compared.
@@ -6,19 +6,23 @@ of it, ``plain`` and ``plain_value`` bring ours and the vector's to one form tha
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
+import lzma
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 import anyengine._wire as wire
+from anyengine._wire.derive import restrict
+from anyengine._wire.layouts import LEGACY
 from anyengine._wire.outputs import EngineCoreEvent
 
-DATA = Path(__file__).parent / "data"
-RELEASES = ("0.32.0", "0.33.0")
+_FILE = json.loads(lzma.decompress((Path(__file__).parent / "data" / "vectors.json.xz").read_bytes()))
+RELEASES: tuple[str, ...] = tuple(_FILE["releases"])
+"""One release of each dialect that vLLM's encoder was run under, oldest first."""
 
 STRUCTS: dict[str, type[msgspec.Struct]] = {
     "EngineCoreRequest": wire.EngineCoreRequest,
@@ -48,30 +52,36 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
     "EngineHandshakeMetadata": wire.HandshakeInit,
     "EngineZmqAddresses": wire.EngineAddresses,
     "EngineCoreReadyResponse": wire.EngineCoreReadyResponse,
+    "ReconfigureDistributedRequest": wire.ReconfigureDistributedRequest,
 }
 FIELD_FACTORIES = {
     "MultiModalBatchedField": "batched", "MultiModalFlatField": "flat", "MultiModalSharedField": "shared",
 }  # fmt: skip
 
 
+@cache
 def load(release: str) -> list[dict[str, Any]]:
-    with gzip.open(DATA / f"vectors_{release}.json.gz") as file:
-        vectors: list[dict[str, Any]] = json.load(file)["vectors"]
-    return vectors
+    """The vectors of ``release``; a vector that several releases write alike is the same object. Not to be changed."""
+    return [vector for vector in _FILE["vectors"] if release in vector["releases"]]
 
 
 def frames_of(vector: dict[str, Any]) -> list[bytes]:
     return [bytes.fromhex(frame) for frame in vector["frames"]]
 
 
-def build(value: Any, frames: list[bytes]) -> Any:
+def watermarks_by_default(dialect: wire.Dialect) -> bool:
+    """0.30 and 0.31 spell the default ``True``, later ones (and we) ``None``; both leave it out."""
+    return (0, 30, 0) <= dialect.since < (0, 32, 0)
+
+
+def build(value: Any, frames: list[bytes], dialect: wire.Dialect) -> Any:
     """Our structs for a vector's value. Large tensors show only a digest there: ``frames`` have their bytes."""
     if isinstance(value, list):
-        return [build(item, frames) for item in value]
+        return [build(item, frames, dialect) for item in value]
     if not isinstance(value, dict):
         return value
     if "$struct" in value:
-        return _build_struct(value["$struct"], value["fields"], frames)
+        return _build_struct(value["$struct"], value["fields"], frames, dialect)
     if "$tensor" in value or "$ndarray" in value:
         data = bytes.fromhex(value["hex"]) if "hex" in value else _by_digest(value["sha256"], frames)
         return wire.Tensor(value.get("$tensor") or value["$ndarray"], tuple(value["shape"]), data)
@@ -80,17 +90,17 @@ def build(value: Any, frames: list[bytes]) -> Any:
     if "$bin" in value:
         return bytes.fromhex(value["$bin"])
     if "$map" in value:
-        return {build(key, frames): build(item, frames) for key, item in value["$map"]}
+        return {build(key, frames, dialect): build(item, frames, dialect) for key, item in value["$map"]}
     for marker in ("$tuple", "$slice"):
         if marker in value:
-            return tuple(build(item, frames) for item in value[marker])
+            return tuple(build(item, frames, dialect) for item in value[marker])
     if "$enum" in value:
         return value["value"]
-    return {key: build(item, frames) for key, item in value.items()}
+    return {key: build(item, frames, dialect) for key, item in value.items()}
 
 
-def _build_struct(name: str, fields: dict[str, Any], frames: list[bytes]) -> Any:
-    built = {key: build(item, frames) for key, item in fields.items()}
+def _build_struct(name: str, fields: dict[str, Any], frames: list[bytes], dialect: wire.Dialect) -> Any:
+    built = {key: build(item, frames, dialect) for key, item in fields.items()}
     if name == "UtilityResult":
         return built["result"]
     if name in FIELD_FACTORIES:
@@ -99,9 +109,36 @@ def _build_struct(name: str, fields: dict[str, Any], frames: list[bytes]) -> Any
         return built  # kept as a plain map by us
     struct = STRUCTS[name]
     known = {info.encode_name: info for info in msgspec.structs.fields(struct)}
+    if not (_relocate(built, known) and _required(known) <= built.keys()):
+        own = dialect._written[struct].struct  # what only this release has is written by way of its own struct
+        return own(**{key: restrict(item, dialect._written) for key, item in built.items()})
     if struct is wire.WireSamplingParams:  # json.load makes new floats; msgspec omits only the default object itself
         built = {key: item for key, item in built.items() if key == "_all_stop_token_ids" or item != known[key].default}
+        if watermarks_by_default(dialect) and built.get("watermarking") is True:
+            del built["watermarking"]
     return struct(**{known[key].name: item for key, item in built.items()})
+
+
+def _required(known: dict[str, Any]) -> set[str]:
+    return {name for name, info in known.items() if info.required}
+
+
+def _relocate(built: dict[str, Any], known: dict[str, Any]) -> bool:
+    """Put fields that the canonical struct lacks to where it has them; False if one has no such place."""
+    for key in built.keys() - known.keys():
+        legacy = LEGACY.get(key)
+        head, _, tail = legacy.path.partition(".") if legacy is not None and legacy.path else ("", "", "")
+        if built[key] == (legacy.default if legacy is not None else None):
+            pass
+        elif head == "prefill_stats":
+            part = built.setdefault(head, None) or wire.PrefillStats()
+            built[head] = msgspec.structs.replace(part, **{tail: built[key]})
+        elif head and built[head] is not None:
+            setattr(built[head], tail, built[key])
+        else:
+            return False
+        del built[key]
+    return True
 
 
 def _by_digest(sha256: str, frames: list[bytes]) -> bytes:

@@ -99,6 +99,10 @@ class Connection:
             raise
         return call, frames
 
+    def utility_arity(self, method: str, rank: int) -> int | None:
+        """How many arguments ``method`` takes at most in the rank's release; ``None`` if it has no such method."""
+        return self._dialect(rank).utility_arity(method)
+
     # -------------------------------------------------------------------- events
 
     def receive(self, frames: Frames) -> Event:

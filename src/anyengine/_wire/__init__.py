@@ -1,6 +1,7 @@
 """The wire: bytes <-> structs, one module for each message family, dialects by engine release.
 
-Pure: no I/O, no clock, no randomness. Knows no sockets, no order of messages and no state of anything.
+Pure: no I/O, no clock, no randomness. Knows no sockets and no order of messages; its only state is which dialect each
+rank speaks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .coordinator import (
     encode_publication,
     encode_start_wave,
 )
-from .dialect import DIALECTS, NEWEST, Dialect, EngineInput, dialect_for, is_engine_dead
+from .dialect import DIALECTS, NEWEST, Dialect, EngineInput, is_engine_dead
 from .handshake import (
     EngineAddresses,
     HandshakeHello,
@@ -49,15 +50,18 @@ from .outputs import (
     LogprobsTensors,
     OutputsKind,
     SamplingMaskLists,
+    UndecodableOutput,
     UtilityOutput,
     classify,
 )
+from .rank_dialects import RankDialects
 from .ready import EngineCoreReadyResponse, decode_ready
 from .requests import (
     AbortRequests,
     EngineCoreRequest,
     KvHintAction,
     KvHintsEnvelope,
+    ReconfigureDistributedRequest,
     StartDPWave,
     UtilityCall,
     WireLateChunkingParams,
@@ -69,6 +73,7 @@ from .requests import (
     WireStructuredOutputs,
 )
 from .sampling import lora_to_wire, pooling_to_wire, sampling_to_wire
+from .selection import dialect_for, newer_than_known, select_dialect
 from .stats import PrefillStats, PrefixCacheStats, SchedulerStats
 from .tensors import Tensor
 
@@ -109,12 +114,15 @@ __all__ = [
     "PlaceholderRange",
     "PrefillStats",
     "PrefixCacheStats",
+    "RankDialects",
+    "ReconfigureDistributedRequest",
     "RequestType",
     "SamplingMaskLists",
     "ScaleElasticEP",
     "SchedulerStats",
     "StartDPWave",
     "Tensor",
+    "UndecodableOutput",
     "UtilityCall",
     "UtilityOutput",
     "WireLateChunkingParams",
@@ -139,7 +147,9 @@ __all__ = [
     "finish_reason_name",
     "is_engine_dead",
     "lora_to_wire",
+    "newer_than_known",
     "pooling_to_wire",
     "rank_of",
     "sampling_to_wire",
+    "select_dialect",
 ]

@@ -25,6 +25,7 @@ __all__ = [
     "encode_frame",
     "encode_frames",
     "raise_decode_error",
+    "read_custom",
 ]
 
 _T = TypeVar("_T")
@@ -37,16 +38,18 @@ _BAD_VALUE = (TypeError, ValueError, RecursionError, OverflowError, NotImplement
 """Whatever a value can make msgspec raise: unsupported types, lone surrogates, cycles, integers beyond 64 bits."""
 
 
-def _read_custom(frames: Sequence[Frame]) -> Any:
-    def read_custom(kind: type, raw: Any) -> Any:
+def read_custom(frames: Sequence[Frame]) -> Any:
+    """The ``dec_hook`` that reads tensors whose bytes may be in the auxiliary ones of ``frames``."""
+
+    def read(kind: type, raw: Any) -> Any:
         if kind is Tensor:
             return read_tensor(raw, frames)
         raise NotImplementedError(kind)
 
-    return read_custom
+    return read
 
 
-_read_inline = _read_custom((b"",))  # a payload alone: no auxiliary frame to point to
+_read_inline = read_custom((b"",))  # a payload alone: no auxiliary frame to point to
 
 
 def compile_decoder(message: type[_T]) -> msgspec.msgpack.Decoder[_T]:
@@ -79,7 +82,7 @@ def decode_frames(decoder: msgspec.msgpack.Decoder[_T], frames: Sequence[Frame],
     try:
         # A hook that knows this message's frames, instead of a decoder that remembers them: nothing is shared.
         return msgspec.msgpack.decode(
-            frames[0], type=decoder.type, dec_hook=_read_custom(frames), ext_hook=read_extension
+            frames[0], type=decoder.type, dec_hook=read_custom(frames), ext_hook=read_extension
         )
     except BAD_BYTES as exc:
         raise_decode_error(exc, what, frames[0])

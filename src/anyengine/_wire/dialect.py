@@ -1,17 +1,19 @@
-"""A dialect: the wire of one range of engine releases, as encoders and decoders.
+"""A dialect: the wire of a range of engine releases, as encoders and decoders.
 
-Owns the choice of layout and the two roles (client: requests out, outputs in; engine: the reverse). Pure and
-synchronous; a dialect keeps no state between calls, so that any number of clients and threads may share it.
-Mirrors vLLM 0.32.0 ``v1/engine/core_client.py`` and ``core.py`` (process_input_sockets, process_output_sockets).
+Owns the two roles (client: requests out, outputs in; engine: the reverse). Pure and synchronous; a dialect keeps no
+state between calls, so that any number of clients and threads may share it.
+Mirrors vLLM 0.33.0 ``v1/engine/core_client.py`` and ``core.py`` (process_input_sockets, process_output_sockets).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import Any, Final, TypeAlias, cast
 
-from anyengine.exceptions import DecodeError, RemoteProtocolError
+import msgspec
+
+from anyengine.exceptions import DecodeError, EncodeError, LocalProtocolError
 
 from .codec import (
     BAD_BYTES,
@@ -24,25 +26,51 @@ from .codec import (
 )
 from .constants import ENGINE_CORE_DEAD, Frame, RequestType
 from .derive import StructType, decoding_types, restrict, writing_types
-from .layouts import OLDEST, ROWS, Release, Row
-from .multimodal import revive_features
+from .layouts import ROWS, Release, Row, change_points, last_names, shared_names, versions_of
+from .methods import METHODS, PROBES, Arity, arity_at
+from .multimodal import MultiModalFeatureSpec, listed_features, revive_features
 from .outputs import EngineCoreOutput, EngineCoreOutputs, LogprobsTensors, UtilityOutput
+from .positions import positions
 from .ready import EngineCoreReadyResponse
-from .requests import AbortRequests, EngineCoreRequest, StartDPWave, UtilityCall, WireLoRARequest, WirePoolingParams
+from .requests import (
+    AbortRequests,
+    EngineCoreRequest,
+    ReconfigureDistributedRequest,
+    StartDPWave,
+    UtilityCall,
+    WireLoRARequest,
+    WirePoolingParams,
+    WireSamplingParams,
+    WireStructuredOutputs,
+)
+from .salvage import salvage_outputs
+from .stats import PrefillStats, PrefixCacheStats, SchedulerStats
 from .tensors import revive_loose
 
-__all__ = ["DIALECTS", "NEWEST", "Dialect", "EngineInput", "dialect_for", "is_engine_dead"]
+__all__ = ["CANONICAL", "DIALECTS", "NEWEST", "Dialect", "EngineInput", "dialect_between", "is_engine_dead"]
 
 EngineInput: TypeAlias = EngineCoreRequest | AbortRequests | UtilityCall | StartDPWave
 """What an engine may be told."""
 
-_CANONICAL: Final[dict[str, StructType]] = {
-    struct.__name__: struct
-    for struct in (  # parts before what contains them
-        WireLoRARequest, WirePoolingParams, EngineCoreRequest, LogprobsTensors, EngineCoreOutput, EngineCoreOutputs,
-        EngineCoreReadyResponse,
-    )
-}  # fmt: skip
+CANONICAL: Final[dict[str, StructType]] = {  # parts before what contains them
+    "StructuredOutputsParams": WireStructuredOutputs,
+    "SamplingParams": WireSamplingParams,
+    "PoolingParams": WirePoolingParams,
+    "LoRARequest": WireLoRARequest,
+    "MultiModalFeatureSpec": MultiModalFeatureSpec,
+    "EngineCoreRequest": EngineCoreRequest,
+    "ReconfigureDistributedRequest": ReconfigureDistributedRequest,
+    "PrefillStats": PrefillStats,
+    "PrefixCacheStats": PrefixCacheStats,
+    "SchedulerStats": SchedulerStats,
+    "LogprobsTensors": LogprobsTensors,
+    "EngineCoreOutput": EngineCoreOutput,
+    "EngineCoreOutputs": EngineCoreOutputs,
+    "EngineCoreReadyResponse": EngineCoreReadyResponse,
+}
+"""The structs that other layers see, under vLLM's names for them."""
+
+_MULTIMODAL_FORMS: Final = ("MultiModalFieldElem", "BaseMultiModalField")
 
 _ABORT = compile_decoder(list[str])
 _UTILITY = compile_decoder(UtilityCall)
@@ -50,23 +78,85 @@ _START_WAVE = compile_decoder(StartDPWave)
 
 
 class Dialect:
-    """Encoders and decoders for the releases from ``since`` up to the next dialect.
+    """Encoders and decoders for the releases from ``since`` up to but not including ``until`` (``None``: no end).
 
-    Invariant: no state but what is compiled here. Decoded structs are the canonical ones, or (where a release has other
-    fields in the middle) structs with the same attributes.
+    Where these releases differ, a dialect writes what all of them read (the positions that they share), refuses what
+    would be lost by that, and can be narrowed by what the engine says. Invariant: no state but what is compiled here,
+    on first use. Decoded structs are the canonical ones, or structs with the same attributes.
     """
 
-    __slots__ = ("_outputs", "_request", "_written", "since")
-
-    def __init__(self, since: Release, rows: Mapping[str, tuple[Row, ...]] = ROWS) -> None:
+    def __init__(self, since: Release, until: Release | None, rows: Mapping[str, tuple[Row, ...]] = ROWS) -> None:
         self.since: Release = since
-        self._written = writing_types(_CANONICAL, rows, since)
-        read = decoding_types(_CANONICAL, rows, since)
-        self._request = compile_decoder(cast(type[EngineCoreRequest], read.get(EngineCoreRequest, EngineCoreRequest)))
-        self._outputs = compile_decoder(cast(type[EngineCoreOutputs], read.get(EngineCoreOutputs, EngineCoreOutputs)))
+        self.until: Release | None = until
+        self._rows = rows
+        self._output_rows = versions_of(rows["EngineCoreOutput"], since, until)
+        newest = self._output_rows[-1][1]
+        self._outputs_differ = any(names != newest[: len(names)] for _, names in self._output_rows)
 
     def __repr__(self) -> str:
-        return f"<Dialect of vLLM {'.'.join(map(str, self.since))} and later>"
+        return f"<Dialect of {self.releases}>"
+
+    @property
+    def releases(self) -> str:
+        """The range, for people: ``"vLLM 0.20.0 and later, before 0.22.0"``."""
+        end = f", before {_dotted(self.until)}" if self.until else ""
+        return f"vLLM {_dotted(self.since)} and later{end}"
+
+    # What is known of the engine.
+
+    @cached_property
+    def probe(self) -> str | None:
+        """A utility method (without arguments or effect) to call before the first request; ``None`` if none is needed.
+
+        It is needed where the releases share too few positions for a request to be written. Whether the call succeeds
+        decides: see :meth:`probed`.
+        """
+        if "data_parallel_rank" in self._names("EngineCoreRequest"):  # the last of the required ones
+            return None
+        return next(method for method in PROBES if self._splits(method))
+
+    def probed(self, found: bool) -> Dialect:
+        """The dialect of an engine that has (``found``) or has not the method named by :attr:`probe`.
+
+        Raises:
+            LocalProtocolError: no probe is needed.
+        """
+        method = self.probe
+        if method is None:
+            raise LocalProtocolError(f"{self!r} needs no probe")
+        start = next(since for since, arity in METHODS[method] if arity is not None)
+        return dialect_between(start, self.until) if found else dialect_between(self.since, start)
+
+    def narrowed(self, frames: Sequence[Frame]) -> Dialect:
+        """The dialect of an engine that sent these outputs: arrays are always complete, so their length tells.
+
+        The same dialect if nothing follows from it.
+        """
+        if not self._outputs_differ:
+            return self
+        count = positions(frames[0]).output
+        fitting = [index for index, (_, names) in enumerate(self._output_rows) if len(names) == count]
+        if not fitting:
+            return self
+        first, last = fitting[0], fitting[-1] + 1
+        since = max(self.since, self._output_rows[first][0])
+        return dialect_between(since, self._output_rows[last][0] if last < len(self._output_rows) else self.until)
+
+    def utility_arity(self, method: str) -> Arity:
+        """How many arguments ``method`` takes at most, in each of these releases; ``None``: not all of them have it."""
+        points = [point for point in _POINTS if self.since < point and (self.until is None or point < self.until)]
+        arities = [arity_at(method, release) for release in (self.since, *points)]
+        known = [arity for arity in arities if arity is not None]
+        return min(known) if len(known) == len(arities) else None
+
+    def surplus(self, frames: Sequence[Frame]) -> str | None:
+        """What an output message has beyond the newest layout known, in words; ``None`` if nothing."""
+        found = positions(frames[0])
+        for message, count in (("EngineCoreOutputs", found.outputs), ("EngineCoreOutput", found.output)):
+            known = len(last_names(self._rows[message], self.since, self.until))
+            if count is not None and count > known:
+                return f"{message} has {count} positions, of which {known} are known and the others are ignored"
+        return None
 
     # Client role.
 
@@ -74,9 +164,17 @@ class Dialect:
         """The frames ``[type, payload, *aux]`` of a request.
 
         Raises:
-            EncodeError: a value that cannot go on the wire; its path is in ``field``.
+            EncodeError: a value that cannot go on the wire, or one that the engine's release (or each of those that it
+                may be) has no place for; its path is in ``field``.
+            LocalProtocolError: the engine's release must be probed first.
         """
-        return [RequestType.ADD.value, *encode_frames(self._restricted(request))]
+        if self._written:
+            if self.probe is not None:
+                raise LocalProtocolError(f"no request can be written for {self.releases}: call {self.probe!r} first")
+            if self._lists_features and request.mm_features:
+                request = msgspec.structs.replace(request, mm_features=self._listed(request.mm_features))
+            request = restrict(request, self._written)
+        return [RequestType.ADD.value, *encode_frames(request)]
 
     def encode_abort(self, request_ids: Sequence[str]) -> list[Frame]:
         """The frames of an abort of ``request_ids``."""
@@ -100,11 +198,21 @@ class Dialect:
         Raises:
             DecodeError: the frames are not an engine message.
         """
+        if self._outputs_differ and frames and (narrowed := self.narrowed(frames)) is not self:
+            return narrowed.decode_outputs(frames)
         message = decode_frames(self._outputs, frames, "EngineCoreOutputs")
         utility = message.utility_output
         if utility is not None:
             utility.result = _unwrap_result(utility, frames)
         return message
+
+    def salvage_outputs(self, frames: Sequence[Frame], error: DecodeError) -> EngineCoreOutputs | None:
+        """What an engine message that could not be decoded because of ``error`` says all the same, or ``None``.
+
+        See :func:`~anyengine._wire.salvage.salvage_outputs`.
+        """
+        batch = cast(type[EngineCoreOutputs], self._read.get(EngineCoreOutputs, EngineCoreOutputs))
+        return salvage_outputs(batch, frames, error)
 
     # Engine role.
 
@@ -136,11 +244,8 @@ class Dialect:
         return encode_frames(_wrap_result(self._restricted(message)))
 
     def encode_ready(self, response: EngineCoreReadyResponse) -> bytes:
-        """The registration frame of an engine."""
-        return encode_frame(self._restricted(response))
-
-    def _restricted(self, value: Any) -> Any:
-        return restrict(value, self._written) if self._written else value
+        """The registration frame of an engine; empty in releases that say nothing there."""
+        return encode_frame(self._restricted(response)) if self._names("EngineCoreReadyResponse") else b""
 
     def _decode_request(self, frames: Sequence[Frame]) -> EngineCoreRequest:
         request = decode_frames(self._request, frames, "EngineCoreRequest")
@@ -150,6 +255,49 @@ class Dialect:
             except BAD_BYTES as exc:
                 raise_decode_error(exc, "EngineCoreRequest.mm_features", frames[0])
         return request
+
+    # Compiled on first use: of two dozen dialects a process uses one or two.
+
+    @cached_property
+    def _written(self) -> dict[StructType, Any]:
+        return dict(writing_types(CANONICAL, {message: self._names(message) for message in self._rows}))
+
+    @cached_property
+    def _read(self) -> dict[StructType, StructType]:
+        layout = {message: last_names(rows, self.since, self.until) for message, rows in self._rows.items()}
+        return decoding_types(CANONICAL, layout)
+
+    @cached_property
+    def _request(self) -> msgspec.msgpack.Decoder[EngineCoreRequest]:
+        return compile_decoder(cast(type[EngineCoreRequest], self._read.get(EngineCoreRequest, EngineCoreRequest)))
+
+    @cached_property
+    def _outputs(self) -> msgspec.msgpack.Decoder[EngineCoreOutputs]:
+        return compile_decoder(cast(type[EngineCoreOutputs], self._read.get(EngineCoreOutputs, EngineCoreOutputs)))
+
+    @cached_property
+    def _lists_features(self) -> bool:
+        return "key" in versions_of(self._rows["MultiModalFieldElem"], self.since, self.until)[0][1]
+
+    def _listed(self, features: Sequence[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
+        forms = [versions_of(self._rows[name], self.since, self.until) for name in _MULTIMODAL_FORMS]
+        if any(len(rows) > 1 for rows in forms) and any(feature.data is not None for feature in features):
+            raise EncodeError(
+                f"mm_features cannot be sent: their form is not the same in all of {self.releases}", field="mm_features"
+            )
+        return listed_features(features, named_options="keep_on_cpu" in self._names("BaseMultiModalField"))
+
+    def _names(self, message: str) -> tuple[str, ...]:
+        """What is written of ``message``: keys are ignored where they are unknown, positions are not."""
+        struct = CANONICAL.get(message)
+        choose = last_names if struct is not None and not struct.__struct_config__.array_like else shared_names
+        return choose(self._rows[message], self.since, self.until)
+
+    def _splits(self, method: str) -> bool:
+        return any(since > self.since and (self.until is None or since < self.until) for since, _ in METHODS[method])
+
+    def _restricted(self, value: Any) -> Any:
+        return restrict(value, self._written) if self._written else value
 
 
 def is_engine_dead(frames: Sequence[Frame]) -> bool:
@@ -184,32 +332,22 @@ def _unwrap_result(utility: UtilityOutput, frames: Sequence[Frame]) -> Any:
         raise_decode_error(exc, "EngineCoreOutputs", frames[0])
 
 
-def _releases(rows: Mapping[str, tuple[Row, ...]]) -> list[Release]:
-    return sorted({since for message in rows.values() for since, _ in message})
+def _dotted(release: Release) -> str:
+    return ".".join(map(str, release))
 
 
-DIALECTS: Final = tuple(Dialect(since) for since in _releases(ROWS))
-"""Oldest first."""
+_POINTS: Final = change_points(ROWS, METHODS)
+
+
+@lru_cache(maxsize=128)
+def dialect_between(since: Release, until: Release | None) -> Dialect:
+    """The dialect of an engine of which no more is known than this range of releases."""
+    return Dialect(since, until)
+
+
+DIALECTS: Final = tuple(
+    dialect_between(since, until) for since, until in zip(_POINTS, (*_POINTS[1:], None), strict=True)
+)
+"""One for each range of releases that do everything alike, oldest first."""
 
 NEWEST: Final = DIALECTS[-1]
-
-_VERSION = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?")
-
-
-def dialect_for(version: str | None) -> Dialect:
-    """The dialect for ``vllm_version`` of a ready message; the newest for ``None``, for later releases and for builds
-    without a release number.
-
-    Raises:
-        RemoteProtocolError: the release is older than any dialect.
-    """
-    match = _VERSION.match(version or "")
-    if not match or version is None:
-        return NEWEST
-    release = (int(match[1]), int(match[2]), int(match[3] or 0))
-    if release < OLDEST:
-        if "dev" in version:  # a build from a checkout without tags calls itself 0.1.dev1
-            return NEWEST
-        oldest = ".".join(map(str, OLDEST))
-        raise RemoteProtocolError(f"the engine runs vLLM {version}; this client speaks {oldest} and later")
-    return [dialect for dialect in DIALECTS if dialect.since <= release][-1]

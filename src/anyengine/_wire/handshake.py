@@ -33,11 +33,14 @@ class HandshakeHello(msgspec.Struct, tag_field="status", tag="HELLO", frozen=Tru
 
 
 class HandshakeReady(msgspec.Struct, tag_field="status", tag="READY", omit_defaults=True, frozen=True, gc=False):
-    """An engine has loaded its model and connected. The hash comes only from engines with data parallelism."""
+    """An engine has loaded its model and connected. The hash comes only from engines with data parallelism; blocks and
+    address only from releases up to 0.19.1, which say them here instead of at registration."""
 
     local: bool
     headless: bool
     parallel_config_hash: str | None = None
+    num_gpu_blocks: int | None = None
+    dp_stats_address: str | None = None
 
 
 class EngineAddresses(msgspec.Struct, frozen=True, gc=False):

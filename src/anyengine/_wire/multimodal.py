@@ -20,6 +20,7 @@ __all__ = [
     "MultiModalField",
     "MultiModalFieldElem",
     "PlaceholderRange",
+    "listed_features",
     "revive_features",
 ]
 
@@ -54,6 +55,31 @@ class MultiModalFeatureSpec(msgspec.Struct, gc=False):
     identifier: str
     mm_position: PlaceholderRange
     mm_hash: str | None = None
+
+
+def listed_features(features: Sequence[MultiModalFeatureSpec], *, named_options: bool) -> list[MultiModalFeatureSpec]:
+    """``features`` as releases before 0.16 want them: an item is an array of elements that carry modality and key.
+
+    Without ``named_options`` (0.12) the options of a field follow its factory as bare values.
+    """
+    return [
+        msgspec.structs.replace(
+            feature,
+            data=[
+                _listed(feature.modality, key, elem, named_options=named_options) for key, elem in feature.data.items()
+            ],
+        )
+        if feature.data is not None
+        else feature
+        for feature in features
+    ]
+
+
+def _listed(modality: str, key: str, elem: MultiModalFieldElem, *, named_options: bool) -> dict[str, Any]:
+    field: Any = elem.field
+    if not named_options:
+        field = [field.factory, *(value for name, value in field.options.items() if name != "keep_on_cpu")]
+    return {"modality": modality, "key": key, "data": elem.data, "field": field}
 
 
 def revive_features(features: list[MultiModalFeatureSpec], frames: Sequence[Frame]) -> None:

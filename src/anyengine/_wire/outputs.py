@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from anyengine.exceptions import DecodeError
+
 from .constants import EEP_NOTIFICATION_CALL_ID, FAULT_STATUS_CALL_ID
 from .stats import PrefillStats, SchedulerStats
 from .tensors import Tensor
@@ -25,6 +27,7 @@ __all__ = [
     "LogprobsTensors",
     "OutputsKind",
     "SamplingMaskLists",
+    "UndecodableOutput",
     "UtilityOutput",
     "classify",
 ]
@@ -94,6 +97,17 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     spec_decode_metrics: dict[str, Any] | None = None
     prompt_token_id_logprobs: Tensor | None = None
     error: EngineRequestError | None = None
+
+
+class UndecodableOutput(EngineCoreOutput, array_like=True, gc=True, kw_only=True):
+    """Stands where an output was that cannot be decoded. Only its ``request_id`` is known; whoever asks for its tokens
+    gets the error. Not a last output: the engine may go on until it is told to stop."""
+
+    trouble: DecodeError  # refers to frames, so to cycles: hence gc=True
+
+    @property  # type: ignore[misc]  # a field that raises in place of its value, on purpose
+    def new_token_ids(self) -> list[int]:  # type: ignore[override]
+        raise self.trouble
 
 
 class UtilityOutput(msgspec.Struct, array_like=True, gc=False):

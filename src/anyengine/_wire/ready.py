@@ -6,6 +6,7 @@ Mirrors vLLM 0.33.0 ``v1/engine/__init__.py`` (EngineCoreReadyResponse).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from .constants import Frame
 __all__ = ["EngineCoreReadyResponse", "decode_ready"]
 
 
-class EngineCoreReadyResponse(msgspec.Struct, gc=False):
+class EngineCoreReadyResponse(msgspec.Struct, dict=True):
     """What an engine says of itself; ``None``: its release does not. Only ``max_model_len`` (tokens) is required."""
 
     max_model_len: int
@@ -48,18 +49,27 @@ class EngineCoreReadyResponse(msgspec.Struct, gc=False):
     coordinator_input_address: str | None = None
     coordinator_output_address: str | None = None
 
+    @property
+    def received(self) -> Mapping[str, Any]:
+        """All keys that the engine sent, also those that this client does not know; empty for a response of our own."""
+        received: Mapping[str, Any] = self.__dict__.get("received_map", {})
+        return received
 
+
+_RAW = compile_decoder(dict[str, Any])
 _READY = compile_decoder(EngineCoreReadyResponse)
 
 
 def decode_ready(frame: Frame) -> EngineCoreReadyResponse | None:
     """What the engine said, or ``None`` for an empty frame (releases up to 0.19.1 say nothing here).
 
-    Unknown keys are ignored.
+    Unknown keys are found in ``received``.
 
     Raises:
         DecodeError: not a ready message.
     """
     if len(frame) == 0:
         return None
-    return decode_frame(_READY, frame, "EngineCoreReadyResponse")
+    response = decode_frame(_READY, frame, "EngineCoreReadyResponse")
+    response.__dict__["received_map"] = decode_frame(_RAW, frame, "EngineCoreReadyResponse")
+    return response

@@ -20,6 +20,7 @@ __all__ = [
     "EngineCoreRequest",
     "KvHintAction",
     "KvHintsEnvelope",
+    "ReconfigureDistributedRequest",
     "StartDPWave",
     "UtilityCall",
     "WireLateChunkingParams",
@@ -217,6 +218,18 @@ class UtilityCall(msgspec.Struct, array_like=True, gc=False):
     call_id: int
     method: str
     args: Sequence[Any] = ()
+
+
+class ReconfigureDistributedRequest(msgspec.Struct, gc=False):
+    """The argument of ``reinitialize_distributed``; rank -1 keeps the engine's rank, -2 shuts it down."""
+
+    new_data_parallel_size: int
+    new_data_parallel_rank: int
+    new_data_parallel_rank_local: int
+    new_data_parallel_master_ip: str
+    new_data_parallel_master_port: int
+    new_data_parallel_master_port_list: list[int]
+    coord_store_port: int
 
 
 class StartDPWave(msgspec.Struct, array_like=True, gc=False):
