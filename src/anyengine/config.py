@@ -6,11 +6,13 @@ line of JSON; nothing is ever pickled.
 
 from __future__ import annotations
 
-from typing import Literal
+import sys
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-__all__ = ["DEFAULT_MODEL", "CommandEngine", "EmbeddedEngine", "EngineLaunch"]
+__all__ = ["DEFAULT_MODEL", "CommandEngine", "EmbeddedEngine", "EngineLaunch", "EngineSettings", "VLLMEngine"]
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -67,6 +69,52 @@ class CommandEngine(msgspec.Struct, frozen=True, kw_only=True):
         argv: object = self.argv  # msgspec does not check what a constructor is given
         if not isinstance(argv, tuple | list) or not argv:
             raise ValueError(f"argv={self.argv!r} must be a non-empty sequence: the program and its arguments")
+
+
+class _VLLMModel(msgspec.Struct, frozen=True):
+    model: str
+
+
+class VLLMEngine(_VLLMModel, frozen=True, kw_only=True):
+    """An unmodified vLLM engine core, in a process of its own, run by the interpreter of an environment with vLLM.
+
+    ``model`` and ``args`` are vLLM's: ``args`` has any of its engine arguments by vLLM's own name
+    (``{"max_model_len": 4096, "speculative_config": {...}}``), as plain data, and is handed on as it is; what vLLM
+    thinks of it comes back as an :class:`~anyengine.EngineStartupError`. ``python`` is an interpreter that can import
+    vllm; by default the present one. ``env`` is added to the engine's environment. ``model_dir`` names the local
+    directory with the tokenizer, where it is another one than vLLM uses.
+    """
+
+    args: Mapping[str, Any] = {}
+    python: str = sys.executable or "python3"
+    env: Mapping[str, str] = {}
+    model_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("model", "python"):
+            value: object = getattr(self, name)  # msgspec does not check what a constructor is given
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"{name}={value!r} must be a non-empty str")
+        args: object = self.args
+        if not isinstance(args, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in args):
+            raise ValueError(
+                f"args={args!r} must be a mapping of vLLM's argument names to values: "
+                '{"max_model_len": 4096} for --max-model-len 4096'
+            )
+        if "model" in args:
+            raise ValueError(f"args['model']={args['model']!r} is given twice: it is the first parameter")
+        for name, value in args.items():
+            try:
+                msgspec.json.encode(value)
+            except (TypeError, ValueError, RecursionError) as exc:
+                raise ValueError(f"args[{name!r}]={value!r} must be plain data, which JSON can carry: {exc}") from exc
+        env: object = self.env
+        if not isinstance(env, Mapping) or not all(isinstance(text, str) for item in env.items() for text in item):
+            raise ValueError(f"the names and values of env must be str; the names are {sorted(map(str, self.env))}")
+
+
+EngineSettings: TypeAlias = EmbeddedEngine | CommandEngine | VLLMEngine
+"""Every kind of engine core that a client can start."""
 
 
 class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):

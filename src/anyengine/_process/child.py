@@ -25,10 +25,13 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 
+from .orphans import kill_all_but_trackers
+
 __all__ = ["ChildProcess", "ProcessExit"]
 
 _STDERR_TAIL_LINES = 200
 _STDERR_TAIL_CHARS = 4096  # of each line: the tail is for a person to read
+_TRACKER_GRACE_S = 2.0  # for a resource tracker, once those that it serves are gone
 _READ_BYTES = 16384
 _MAX_STDIN_BYTES = 60_000  # a pipe takes 64 KiB without blocking
 # A child that never ends its line must fill neither our memory nor our time. A status line is whole or useless; a log
@@ -64,7 +67,7 @@ class ChildProcess:
     Args:
         orphans_grace_s: how long what the child started may live on after it, to clean up. It gets SIGTERM; whoever
             holds standard error open is waited for, by :meth:`wait_orphans` or, failing that, by :meth:`reap`; then it
-            is killed.
+            is killed, a resource tracker of multiprocessing last.
         scratch_dir: a directory of the child's own, which :meth:`reap` removes.
     """
 
@@ -132,27 +135,39 @@ class ChildProcess:
         self.exited.set()
 
     async def wait_orphans(self, on_stderr_line: Callable[[str], None]) -> None:
-        """Read on, after :meth:`watch`, until nobody that the child started lives, or ``orphans_grace_s`` is over.
+        """After :meth:`watch`, read on until nobody that the child started lives, or ``orphans_grace_s`` is over.
 
         Cancellation: :meth:`reap` waits instead.
         """
         if not self._orphans_grace_s:
             return
+        stderr = self._stderr_pump(on_stderr_line)
         self._signal_group(signal.SIGTERM)
         with anyio.move_on_after(self._orphans_grace_s):
-            await self._stderr_pump(on_stderr_line).run()
+            await stderr.run()
+        if not stderr.ended.is_set():
+            kill_all_but_trackers(self.pid)
+            with anyio.move_on_after(_TRACKER_GRACE_S):
+                await stderr.run()
         self._orphans_grace_s = 0.0
 
     def _wait_orphans_blocking(self) -> None:
         self._signal_group(signal.SIGTERM)
+        if not self._read_stderr_to_end(self._orphans_grace_s):
+            kill_all_but_trackers(self.pid)
+            self._read_stderr_to_end(_TRACKER_GRACE_S)
+        self._orphans_grace_s = 0.0
+
+    def _read_stderr_to_end(self, limit_s: float) -> bool:
         assert self._popen.stderr is not None
         fd = self._popen.stderr.fileno()
         poller = select.poll()
         poller.register(fd, select.POLLIN)
-        deadline_s = time.monotonic() + self._orphans_grace_s
-        while (left_s := deadline_s - time.monotonic()) > 0 and poller.poll(left_s * 1000) and os.read(fd, _READ_BYTES):
-            pass
-        self._orphans_grace_s = 0.0
+        deadline_s = time.monotonic() + limit_s
+        while (left_s := deadline_s - time.monotonic()) > 0 and poller.poll(left_s * 1000):
+            if not os.read(fd, _READ_BYTES):
+                return True
+        return False
 
     def _stderr_pump(self, on_line: Callable[[str], None]) -> _LinePump:
         def keep(line: bytes) -> None:

@@ -41,8 +41,7 @@ def launch_engine(engine: EngineSettings, *, handshake_address: str, rank: int =
 
 _VLLM_LAUNCHER = Path(__file__).resolve().parents[1] / "vllm" / "launcher.py"  # a program, not imported here
 _VLLM_ORPHANS_GRACE_S = 5.0
-"""How long vLLM's workers may live on after their engine core: they need 2 to 4 s to notice. The resource tracker of
-multiprocessing, which ends last, removes their shared memory; whoever kills it leaks that."""
+"""How long vLLM's workers may live on after their engine core: they need 2 to 4 s for an orderly end."""
 _VLLM_PATH_BYTES = 107 - len("/anyengine-xxxxxxxx/") - 36  # an ipc path, less our directory and vLLM's socket names
 
 
