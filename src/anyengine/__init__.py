@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ._process.status import Status
     from ._protocol import EEPNotification, FaultStatus
     from ._wire import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
-    from .config import CommandEngine, EmbeddedEngine
+    from .config import CommandEngine, EmbeddedEngine, VLLMEngine
     from .exceptions import (
         ClientClosedError,
         ClientFailedError,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         WrongLoopError,
     )
     from .outputs import FinishReason, RequestOutput
-    from .params import OutputKind, SamplingParams
+    from .params import LoRARequest, OutputKind, SamplingParams
 
 __all__ = [
     "ClientClosedError",
@@ -71,6 +71,7 @@ __all__ = [
     "EngineUnresponsiveError",
     "FaultStatus",
     "FinishReason",
+    "LoRARequest",
     "LocalProtocolError",
     "OutputKind",
     "OutputProcessingError",
@@ -88,6 +89,7 @@ __all__ = [
     "Status",
     "UtilityError",
     "UtilityTimeout",
+    "VLLMEngine",
     "WrongLoopError",
 ]
 
@@ -110,15 +112,13 @@ _HOMES = {
         "config": (
             "CommandEngine",
             "EmbeddedEngine",
+            "VLLMEngine",
         ),
         "outputs": (
             "FinishReason",
             "RequestOutput",
         ),
-        "params": (
-            "OutputKind",
-            "SamplingParams",
-        ),
+        "params": ("LoRARequest", "OutputKind", "SamplingParams"),
         "_process.status": ("Status",),
     }.items()
     for name in names

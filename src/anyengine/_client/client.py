@@ -19,6 +19,7 @@ from anyengine.exceptions import ClientClosedError, EngineDeadError, UtilityErro
 from anyengine.params import SamplingParams
 
 from .core_client import EngineCoreClient
+from .operations import EngineOperations
 from .request_builder import RequestBuilder
 from .request_desk import RequestDesk
 from .request_stream import RequestStream
@@ -27,7 +28,7 @@ from .session import ClientState, Notification
 __all__ = ["EngineClient"]
 
 
-class EngineClient:
+class EngineClient(EngineOperations):
     """A client of one engine core, in one task group.
 
     Use it as ``async with EngineClient(...) as client:``, under trio or asyncio. Construction touches no event loop.
@@ -110,6 +111,15 @@ class EngineClient:
                     yield
                 finally:
                     desk.close()
+
+    @property
+    def _caller(self) -> EngineCoreClient:
+        return self._core
+
+    def _expect_aborts(self) -> None:
+        self._core.usable_session()
+        for state in self._entered_desk().live():
+            state.abort_expected = True
 
     def _entered_desk(self) -> RequestDesk:
         if self._desk is None:

@@ -221,6 +221,10 @@ class EngineCoreClient:
             raise call.error
         return call.value
 
+    def utility_arity(self, method: str) -> int | None:
+        """How many arguments ``method`` takes at most in the engine's release; ``None`` if it is not known there."""
+        return self.session.connection.utility_arity(method, 0)
+
     # --------------------------------------------------------------------- state
 
     @property

@@ -26,6 +26,7 @@ class RequestState:
     """
 
     __slots__ = (
+        "abort_expected",
         "error",
         "finish_reason",
         "label",
@@ -45,6 +46,8 @@ class RequestState:
         self.stop_reason: int | str | None = None
         self.error: EngineError | None = None
         self.num_cached_tokens = 0
+        self.abort_expected = False
+        """Whether this client has asked the engine to end all requests: then their abort is a normal end."""
 
     @property
     def ended(self) -> bool:
@@ -87,7 +90,7 @@ class RequestState:
                 retryable=detail.retryable if detail else False,
                 request_id=self.label,
             )
-        elif reason == _ABORT:
+        elif reason == _ABORT and not self.abort_expected:
             self.error = RequestFailed(
                 f"the engine aborted request {self.label!r}, which nobody asked for here: it is stopping, "
                 "or was paused by someone else",

@@ -1,0 +1,197 @@
+"""Operations on the engine as a whole: pause, sleep, caches, adapters, weights; each a typed utility call.
+
+Owns names, arguments and results of the calls, and which of them the engine's release has. Knows nothing of how a call
+travels. Names and argument order are those of vLLM's ``AsyncLLM``, without ``_async``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+
+import anyio
+import msgspec
+
+from anyengine._wire import lora_to_wire
+from anyengine.exceptions import RequestRejected, UtilityError
+from anyengine.params import LoRARequest
+
+__all__ = ["EngineOperations", "PauseMode"]
+
+PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
+"""What becomes of running requests: ended as aborted, awaited, or kept frozen."""
+
+T = TypeVar("T")
+
+_RESUME_LIMIT_S = 30.0
+
+
+class _Caller(Protocol):
+    async def utility(self, method: str, *args: Any) -> Any: ...
+
+    def utility_arity(self, method: str) -> int | None: ...
+
+
+class EngineOperations:
+    """The operations. Each of them raises:
+
+    * :class:`UtilityError`: the engine refused, failed, or does not have the method in its release;
+    * :class:`EngineDeadError`: the engine died, or the client is closed;
+
+    and, when cancelled, forgets the call; the engine may still carry it out. A returned call is a fence: everything
+    that the engine sent before has reached its consumers.
+    """
+
+    @property
+    def _caller(self) -> _Caller:
+        raise NotImplementedError
+
+    def _expect_aborts(self) -> None:
+        """The engine will end every request at our bidding: that is a normal end for their consumers."""
+        raise NotImplementedError
+
+    # --------------------------------------------------------------------- pauses
+
+    async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Stop scheduling. Returns when the engine has confirmed that nothing runs (``"keep"``: that nothing moves)."""
+        if mode not in ("abort", "wait", "keep"):
+            raise RequestRejected(
+                f"mode={mode!r} is no way to pause",
+                parameter="mode",
+                value=mode,
+                remedy="use 'abort', 'wait' or 'keep'",
+            )
+        method = "pause_generation" if self._caller.utility_arity("pause_generation") else "pause_scheduler"
+        if mode == "abort":
+            self._expect_aborts()
+        await self._call(method, mode, clear_cache)
+
+    async def resume_generation(self) -> None:
+        """Go on after :meth:`pause_generation`."""
+        await self._call("resume_scheduler")
+
+    async def is_paused(self) -> bool:
+        """Whether the engine is paused."""
+        return await self._typed(bool, "is_scheduler_paused")
+
+    @asynccontextmanager
+    async def paused(self, mode: PauseMode = "wait", *, clear_cache: bool = False) -> AsyncIterator[None]:
+        """Pause for the length of a block, and resume in every case.
+
+        Cancellation: the engine is told to resume before it propagates.
+        """
+        try:
+            await self.pause_generation(mode=mode, clear_cache=clear_cache)
+            yield
+        finally:
+            # Shielded: an engine that stays paused hangs everybody. Bounded: a hung engine must not hang us as well.
+            with anyio.move_on_after(_RESUME_LIMIT_S, shield=True):
+                await self.resume_generation()
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Give memory back: level 1 offloads the weights and drops the KV cache, 2 drops both, 0 only pauses."""
+        if mode == "abort":
+            self._expect_aborts()
+        await self._call("sleep", level, mode)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory back: all of it, or of ``"weights"``, ``"kv_cache"``, ``"scheduling"``."""
+        await self._call("wake_up", None if tags is None else list(tags))
+
+    async def is_sleeping(self) -> bool:
+        """Whether the engine sleeps, or is paused."""
+        return await self._typed(bool, "is_sleeping")
+
+    # --------------------------------------------------------------------- caches
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget cached prefixes; whether that was possible now."""
+        return await self._typed(bool, "reset_prefix_cache", reset_running_requests, reset_connector)
+
+    async def reset_mm_cache(self) -> None:
+        """Forget processed multi-modal inputs."""
+        await self._call("reset_mm_cache")
+
+    async def reset_encoder_cache(self) -> None:
+        """Forget encoder outputs."""
+        await self._call("reset_encoder_cache")
+
+    # ----------------------------------------------------------- adapters, weights
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter; whether it was."""
+        return await self._typed(bool, "add_lora", lora_to_wire(lora_request))
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Unload an adapter; whether it was there."""
+        return await self._typed(bool, "remove_lora", lora_id)
+
+    async def list_loras(self) -> set[int]:
+        """The ids of the loaded adapters."""
+        return await self._typed(set[int], "list_loras")
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter loaded; whether it is."""
+        return await self._typed(bool, "pin_lora", lora_id)
+
+    async def update_weight_version(self, version: str) -> None:
+        """Label the weights that are loaded now; outputs carry the label."""
+        await self._call("set_weight_version", version)
+
+    async def get_weight_version(self) -> str | None:
+        """The label of the weights."""
+        version: str | None = await self._call("get_weight_version")
+        return version
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method, by name, on every worker of the engine; their results in order. ``timeout`` is in seconds.
+
+        A result that the engine cannot encode ends a vLLM engine's output for ever: call only what returns plain data.
+        """
+        if not isinstance(method, str):
+            raise RequestRejected(
+                f"method={method!r} is no name: a callable would have to be pickled, which this client never does",
+                parameter="method",
+                value=method,
+                remedy="give the name of a method that the workers have",
+            )
+        return await self._typed(
+            list[Any], "collective_rpc", method, timeout, list(args), None if kwargs is None else dict(kwargs)
+        )
+
+    async def supported_tasks(self) -> tuple[str, ...]:
+        """What the engine's model can do: ``"generate"``, ``"embed"``, ..."""
+        return await self._typed(tuple[str, ...], "get_supported_tasks")
+
+    async def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Start the engine's profiler."""
+        await self._call("profile", True, profile_prefix)
+
+    async def stop_profile(self) -> None:
+        """Stop the engine's profiler."""
+        await self._call("profile", False)
+
+    # ------------------------------------------------------------------ internals
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        """Call ``method`` with as many of ``args`` as its release takes; what it does not take must be a default."""
+        arity = self._caller.utility_arity(method)
+        if arity is None:
+            raise UtilityError(
+                f"the engine's release has no utility method {method!r}; nothing was sent", method=method, rank=0
+            )
+        return await self._caller.utility(method, *args[:arity])
+
+    async def _typed(self, kind: type[T], method: str, *args: Any) -> T:
+        value = await self._call(method, *args)
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError as exc:
+            raise UtilityError(f"utility call {method!r} returned {value!r:.80}: {exc}", method=method, rank=0) from exc
