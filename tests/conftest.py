@@ -19,6 +19,9 @@ from anyengine.testing.pytest_plugin import *  # noqa: F403 - fixtures and hooks
 
 load_profile()
 
+# What needs an environment with vLLM is collected where there is one (`nox -s interop`).
+collect_ignore = [] if os.environ.get("ANYENGINE_VLLM_PYTHON") else ["interop"]
+
 # The Python processes that tests start find the package that the tests found, installed or not.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(anyengine.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]

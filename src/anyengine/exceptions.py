@@ -92,8 +92,10 @@ class EngineStartupError(_ProcessError):
         self.child_exception = child_exception
 
     def __str__(self) -> str:
-        # The child's own exception says it all; the tail, which is there as well, would only repeat it.
-        return Exception.__str__(self) if self.child_exception else super().__str__()
+        # The child's own exception says it all, and the tail, which is there too, would only repeat it; unless it is
+        # vLLM's, when a worker process failed: "... See root cause above."
+        told = self.child_exception is not None and "root cause" not in self.child_exception
+        return Exception.__str__(self) if told else super().__str__()
 
 
 class StartupTimeout(EngineStartupError, TimeoutError):

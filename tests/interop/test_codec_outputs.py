@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from output_strategies import MESSAGES
 from vllm_codec import VLLMCodec
-from wire_strategies import examples, plain
+from wire_strategies import ROUNDS, examples, plain
 
 import anyengine._wire as wire
 from anyengine._wire.layouts import LEGACY
@@ -63,11 +63,11 @@ def unequal(codec: VLLMCodec, description: Any, ours: Any, path: str = "$") -> l
     return found
 
 
-@pytest.mark.timeout(1800)  # the deep profile draws 20,000
+@pytest.mark.parametrize("number", ROUNDS)
 @pytest.mark.feature("F08")
 @pytest.mark.feature("O21")
-def test_engine_messages_of_vllm_decode_to_the_same_values(vllm_codec: VLLMCodec, deep: bool) -> None:
-    descriptions = examples(MESSAGES, 20_000 if deep else 2_000)
+def test_engine_messages_of_vllm_decode_to_the_same_values(vllm_codec: VLLMCodec, number: int) -> None:
+    descriptions = examples(MESSAGES, number)
     dialects = [wire.dialect_for(vllm_codec.version)]
     if dialects[0].since < (0, 20, 0):
         dialects.append(wire.select_dialect(None))  # told by the length of its outputs

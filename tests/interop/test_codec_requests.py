@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from vllm_codec import VLLMCodec
-from wire_strategies import REQUESTS, examples, plain
+from wire_strategies import REQUESTS, ROUNDS, examples, plain
 
 import anyengine._wire as wire
 from anyengine._wire.layouts import LEGACY, LOSABLE
@@ -85,10 +85,10 @@ def dialects_of(version: str) -> dict[str, wire.Dialect]:
     return found
 
 
-@pytest.mark.timeout(1800)  # the deep profile draws 20,000
+@pytest.mark.parametrize("number", ROUNDS)
 @pytest.mark.feature("F08")
-def test_requests_decode_in_vllm_to_the_same_values(vllm_codec: VLLMCodec, deep: bool) -> None:
-    requests = examples(REQUESTS, 20_000 if deep else 2_000)
+def test_requests_decode_in_vllm_to_the_same_values(vllm_codec: VLLMCodec, number: int) -> None:
+    requests = examples(REQUESTS, number)
     for name, dialect in dialects_of(vllm_codec.version).items():
         fitted = [copy(request) for request in requests]
         frames = [[bytes(frame) for frame in fit(request, dialect)[1:]] for request in fitted]

@@ -6,10 +6,11 @@ from functools import cache
 from typing import Any
 
 import msgspec
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 import anyengine._wire as wire
+from anyengine.testing._profiles import deep_profile
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
@@ -190,13 +191,18 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
+ROUNDS = range(10 if deep_profile() else 1)
+PER_ROUND = 2_000
+
+
 @cache
-def examples(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
-    """``count`` values, the same for every release. Nothing is asserted while they are drawn: they are judged in
+def examples(strategy: st.SearchStrategy[Any], number: int) -> list[Any]:
+    """The values of one round, the same for every release. Nothing is asserted while they are drawn: they are judged in
     batches, in another process."""
     drawn: list[Any] = []
 
-    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @seed(number)
+    @settings(max_examples=PER_ROUND, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(strategy)
     def draw(value: Any) -> None:
         drawn.append(value)

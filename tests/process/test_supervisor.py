@@ -253,3 +253,18 @@ async def test_a_logging_filter_that_fails_does_not_end_supervision(start: Start
         logger.removeFilter(failing)
     assert engine.death().exit_code == 3
     assert engine.child.stderr_tail() == ("hello",)
+
+
+async def test_a_death_tells_what_the_child_reported_before_it_went(start: Start) -> None:
+    error = (await supervised(start(saying(*STATUSES, FAILURE, then="raise SystemExit(1)")))).death()
+    assert str(error).startswith(f"engine 3 (pid {error.pid}) exited with code 1: builtins.ValueError: no such model")
+
+
+async def test_a_cause_that_is_only_in_the_log_is_shown_with_it(start: Start) -> None:
+    vague = Status(
+        stage="failed", error=ChildError(type="RuntimeError", message="it failed. See root cause above.")
+    )
+    script = "import sys; print('CUDA is on fire', file=sys.stderr)\n" + saying(vague, then="raise SystemExit(1)")
+    assert "CUDA is on fire" in str((await supervised(start(script))).startup_error())
+    told = "import sys; print('a traceback', file=sys.stderr)\n" + saying(FAILURE, then="raise SystemExit(1)")
+    assert "a traceback" not in str((await supervised(start(told))).startup_error())

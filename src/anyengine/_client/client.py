@@ -48,7 +48,7 @@ class EngineClient(EngineOperations):
         *,
         engine: EngineSettings | None = None,
         startup_timeout_s: float = 600.0,
-        shutdown_grace_s: float = 5.0,
+        shutdown_grace_s: float | None = None,
         on_death: Literal["report", "cancel"] = "report",
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,

@@ -69,7 +69,8 @@ class EngineCoreClient:
     Args:
         engine: what to start; the embedded engine with its default model if ``None``.
         startup_timeout_s: how long the engine may take to become ready.
-        shutdown_grace_s: how long it may take to stop after SIGTERM, before SIGKILL.
+        shutdown_grace_s: how long it may take to stop after SIGTERM, before SIGKILL. ``None``: 5 s, and 20 s for vLLM,
+            which has workers to end.
         on_death: ``"report"`` leaves the block running when the engine dies (calls raise, :meth:`wait_dead` returns);
             ``"cancel"`` cancels the block after all waiters have been told, and raises the cause from it.
         on_progress: called with each start-up status of the engine.
@@ -81,7 +82,7 @@ class EngineCoreClient:
         engine: EngineSettings | None = None,
         *,
         startup_timeout_s: float = 600.0,
-        shutdown_grace_s: float = 5.0,
+        shutdown_grace_s: float | None = None,
         on_death: Literal["report", "cancel"] = "report",
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
@@ -91,7 +92,7 @@ class EngineCoreClient:
         self._settings = SessionSettings(
             engine=EmbeddedEngine() if engine is None else engine,
             startup_timeout_s=startup_timeout_s,
-            shutdown_grace_s=shutdown_grace_s,
+            shutdown_grace_s=_default_grace_s(engine) if shutdown_grace_s is None else shutdown_grace_s,
             on_death=on_death,
             on_progress=on_progress,
             on_notification=on_notification,
@@ -300,3 +301,7 @@ class EngineCoreClient:
         except PeerUnreachable as exc:
             # Its process may still be on its way out: what everyone will be told is told here already.
             raise session.engines[rank].death("its input connection is gone") from exc
+
+
+def _default_grace_s(engine: EngineSettings | None) -> float:
+    return 20.0 if isinstance(engine, VLLMEngine) else 5.0

@@ -108,8 +108,10 @@ class SupervisedEngine:
     def death(self, symptom: str | None = None) -> EngineDeadError:
         """The engine died after it was ready. ``symptom`` is how that was noticed, should its process still live."""
         ended = self.child.poll()
+        error = self.status.error  # what it reported before it went
         return EngineDeadError(
-            f"engine {self.rank} (pid {self.child.pid}) {ended or f'lives, but {symptom}'}",
+            f"engine {self.rank} (pid {self.child.pid}) {ended or f'lives, but {symptom}'}"
+            + (f": {error.type}: {error.message}" if error else ""),
             rank=self.rank,
             pid=self.child.pid,
             exit_code=ended.exit_code if ended else None,

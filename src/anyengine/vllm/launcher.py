@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -76,7 +77,7 @@ def _leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _run_engine(launch: dict[str, Any], report: Any, host: _HostWatch) -> None:
+def _run_engine(launch: dict[str, Any], report: Callable[..., None], host: _HostWatch) -> None:
     report("importing")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
