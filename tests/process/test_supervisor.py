@@ -261,9 +261,7 @@ async def test_a_death_tells_what_the_child_reported_before_it_went(start: Start
 
 
 async def test_a_cause_that_is_only_in_the_log_is_shown_with_it(start: Start) -> None:
-    vague = Status(
-        stage="failed", error=ChildError(type="RuntimeError", message="it failed. See root cause above.")
-    )
+    vague = Status(stage="failed", error=ChildError(type="RuntimeError", message="it failed. See root cause above."))
     script = "import sys; print('CUDA is on fire', file=sys.stderr)\n" + saying(vague, then="raise SystemExit(1)")
     assert "CUDA is on fire" in str((await supervised(start(script))).startup_error())
     told = "import sys; print('a traceback', file=sys.stderr)\n" + saying(FAILURE, then="raise SystemExit(1)")
