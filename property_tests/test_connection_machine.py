@@ -30,6 +30,7 @@ from anyengine._wire import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    OutputBatch,
     UtilityCall,
     UtilityOutput,
     WireSamplingParams,
@@ -216,7 +217,7 @@ class ConnectionMachine(RuleBasedStateMachine):
         _, frames = self.wire.pop(position)
         event = self.connection.receive(frames)
         match event:
-            case EngineCoreOutputs():
+            case OutputBatch():
                 self._arrive_outputs(event.outputs)
             case UtilityReply():
                 self._arrive_reply(event)
@@ -336,7 +337,9 @@ class ConnectionMachine(RuleBasedStateMachine):
             assert (message.call_id, message.method) == (call.call.call_id, call.call.method)
             engine.calls.append(call)
         else:
-            assert isinstance(message, EngineCoreRequest)
+            assert request is not None and hasattr(
+                message, "prompt_token_ids"
+            )  # old releases have structs of their own
             assert request is not None
             assert message.request_id == request.request_id
             engine.running[message.request_id] = request

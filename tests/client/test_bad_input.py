@@ -23,7 +23,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model("qwen2", tmp_path_factory.mktemp("tiny"), eos_token_id=2)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 async def client(tiny_model: Path) -> AsyncIterator[EngineClient]:
     engine = EmbeddedEngine(model=str(tiny_model), max_model_len=MAX_MODEL_LEN, num_threads=1)
     async with EngineClient(engine=engine) as client:

@@ -10,11 +10,13 @@ from anyengine import (
     ClientClosedError,
     EEPNotification,
     EncodeError,
+    EngineClient,
     EngineCoreClient,
     EngineCoreRequest,
     EngineDeadError,
     FaultStatus,
     LocalProtocolError,
+    SamplingParams,
     UtilityError,
 )
 from anyengine._wire import WireSamplingParams
@@ -172,3 +174,15 @@ async def test_replies_in_any_order_find_their_calls() -> None:
     assert len(set(results)) == 50
     assert len({call_id >> 32 for call_id in results}) == 1  # one random prefix for each client
     assert all(0 <= call_id < 1 << 63 for call_id in results)
+
+
+@pytest.mark.parametrize("probe", ["found", "missing"])
+async def test_an_engine_that_says_nothing_of_its_release_is_asked(probe: str) -> None:
+    """Releases up to 0.16 have the end-of-sequence id at position 5, later ones the arrival time."""
+    with anyio.fail_after(30):
+        async with EngineClient(engine=misbehaving("old_release", probe)) as client:
+            [out] = [out async for out in client.generate([1, 2], SamplingParams(max_tokens=4))]
+            dialect = client.core.session.connection.dialects[0]
+            assert (out.finish_reason, out.token_ids) == ("length", [2 if probe == "found" else 1])
+            assert (dialect.since >= (0, 17, 0)) == (probe == "found")
+            assert dialect.probe is None

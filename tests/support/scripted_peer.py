@@ -184,6 +184,25 @@ def record(peer: Peer, path: str) -> None:
                 peer.reply(payload[1], "ok")
 
 
+def old_release(peer: Peer, probe: str) -> None:
+    """Registers with an empty frame, as releases up to 0.19.1 do, and has is_scheduler_paused ("found": from 0.17) or
+    not ("missing"). Answers an ADD with one token: 1 if position 5 is an end-of-sequence id, as it is up to 0.16."""
+    peer.hello()
+    peer.init()
+    peer.inputs.send(b"")
+    peer.ready()
+    while True:
+        kind, payload = peer.receive()
+        if kind == b"\x03":
+            failure = None if probe == "found" else f"Call to {payload[2]} method failed: no such method"
+            result = [None, False] if probe == "found" else None
+            peer.outputs.send(pack([0, [], None, 0.0, [payload[1], failure, result], None, None, None]))
+        else:
+            seen = 1 if payload[5] is None or isinstance(payload[5], int) else 2
+            output = [payload[0], [seen], None, None, None, 1, None, None, None, None, 0, 0, None, 0]
+            peer.outputs.send(pack([0, [output], None, 0.0, None, None, None, None]))
+
+
 def loses_link(peer: Peer, link: str) -> None:
     """Serves one call, then closes its "input" (deaf) or "output" (mute) socket and lives on."""
     peer.start()
@@ -327,6 +346,7 @@ BEHAVIOURS = {
     for function in (
         exit_at, nonsense, silent, dead_after_ready, late_outputs, notify, slow_calls, record, grandchild,
         registers_with, vanish, undecodable, unreadable_reply, dead_but_talking, flood, talkative, model_at, loses_link,
+        old_release,
     )
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import anyio
 
 from anyengine._process.status import Status
-from anyengine._protocol import Frames, OutputConsumer
+from anyengine._protocol import Frames, OutputConsumer, UtilityReply
 from anyengine._transport.abc import PeerUnreachable
 from anyengine._wire import (
     EngineCoreOutput,
@@ -186,7 +186,7 @@ class EngineCoreClient:
             raise session.cause.for_waiter() from None
         if isinstance(item, EngineDeadError):
             raise item.for_waiter()
-        assert isinstance(item, EngineCoreOutputs)
+        assert not isinstance(item, UtilityReply)  # those are resolved as they arrive
         self._batch.outputs = []
         for entry, exc in session.connection.requests.dispatch(item.outputs):
             self.abort(entry.request_id)  # a consumer of the caller's own failed: rule 5

@@ -7,6 +7,7 @@ that order.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -19,7 +20,7 @@ from anyengine._protocol import Connection, FrontendHandshake
 from anyengine._transport.abc import MessageSocket, PeerUnreachable
 from anyengine._transport.endpoints import open_endpoints
 from anyengine._transport.monitor import open_monitor
-from anyengine._wire import EngineAddresses
+from anyengine._wire import EngineAddresses, engine_identity, newer_than_known
 from anyengine.exceptions import (
     ClientClosedError,
     EngineDeadError,
@@ -31,6 +32,9 @@ from .session import ClientState, Session, SessionSettings
 
 __all__ = ["open_session"]
 
+_logger = logging.getLogger("anyengine.client")
+
+_PROBE_LIMIT_S = 30.0  # an engine that has just become ready has nothing else to do
 _STARTUP_GRACE_S = 0.5  # an engine that is still loading has nothing to finish
 
 
@@ -56,8 +60,8 @@ async def open_session(settings: SessionSettings) -> AsyncIterator[Session]:
             async with anyio.create_task_group() as tasks:
                 session = Session(settings, endpoints, tasks)
                 try:
-                    tasks.start_soon(session.own, session.watch_connections, "input", input_monitor)
-                    tasks.start_soon(session.own, session.watch_connections, "output", output_monitor)
+                    tasks.start_soon(session.own, session.watch_connections, "input", input_monitor)  # noqa: ASYNC113 - events queue
+                    tasks.start_soon(session.own, session.watch_connections, "output", output_monitor)  # noqa: ASYNC113
                     await _start(session)
                     with session.body_scope:
                         yield session
@@ -109,6 +113,27 @@ async def _start(session: Session) -> None:
     # It died between READY and here, when the supervisor still took it for a start-up failure.
     if child.exited.is_set():
         session.tasks.start_soon(session.own, session.bury, engine, None)
+    await _settle_dialects(session)
+
+
+async def _settle_dialects(session: Session) -> None:
+    """Ask the ranks whose release their registration leaves open; warn of those that are newer than we know."""
+    connection = session.connection
+    for rank, ready in session.registrations.items():
+        if (warning := newer_than_known(ready)) is not None:
+            _logger.warning("engine %d: %s", rank, warning)
+        if (method := connection.dialects[rank].probe) is None:
+            continue
+        answered = anyio.Event()
+        call, frames = connection.utility(method, (), rank, answered.set)
+        session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
+        with anyio.move_on_after(_PROBE_LIMIT_S) as limit:
+            await answered.wait()
+        if limit.cancelled_caught:
+            raise session.engines[rank].startup_timeout(_PROBE_LIMIT_S)
+        if session.cause is not None:
+            raise session.cause.for_waiter()
+        connection.dialects.probed(rank, found=call.error is None)
 
 
 async def _shake_hands(session: Session, engine: SupervisedEngine, handshake: FrontendHandshake) -> EngineError | None:

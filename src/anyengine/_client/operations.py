@@ -147,7 +147,7 @@ class EngineOperations:
     async def collective_rpc(
         self,
         method: str,
-        timeout: float | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 - an argument of the engine's
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:

@@ -141,7 +141,7 @@ def _read_model_dir(model_dir: str) -> tuple[ModelFacts, Tokenizer | None, Reque
     except BaseException as exc:
         # An engine named the directory: what is in it can make parsers fail in ways of their own (a RecursionError; a
         # panic of the Rust code, no Exception). Nothing else is raised in a worker thread, which knows no cancellation.
-        raise RequestRejected(
+        raise RequestRejected(  # noqa: ASYNC104
             f"the model's files in {model_dir!r:.500} cannot be read: {type(exc).__name__}: {exc!s:.500}",
             parameter="model",
             value=model_dir,

@@ -15,7 +15,7 @@ import anyio
 
 from anyengine._protocol import UtilityReply
 from anyengine._text import Detokenizer
-from anyengine._wire import EngineCoreOutputs
+from anyengine._wire import OutputBatch
 from anyengine.exceptions import ClientClosedError, ClientFailedError, EngineDeadError, OutputProcessingError
 from anyengine.params import SamplingParams
 
@@ -140,7 +140,7 @@ class RequestDesk:
 
     def _take(self, item: SessionItem) -> None:
         connection = self._session.connection
-        if isinstance(item, EngineCoreOutputs):
+        if isinstance(item, OutputBatch):
             for entry, exc in connection.requests.dispatch(item.outputs):
                 self._core.abort([entry.request_id])
                 error = OutputProcessingError(f"cannot take an output of request {entry.request_id!r}: {exc!r}")

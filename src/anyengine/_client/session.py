@@ -25,7 +25,7 @@ from anyengine._protocol import Connection, DeadSentinel, EEPNotification, Fault
 from anyengine._transport.abc import Message
 from anyengine._transport.endpoints import Endpoints
 from anyengine._transport.monitor import PeerMonitor
-from anyengine._wire import EngineCoreOutputs, EngineCoreReadyResponse
+from anyengine._wire import EngineCoreOutputs, EngineCoreReadyResponse, OutputBatch
 from anyengine.config import EngineSettings
 from anyengine.exceptions import ClientClosedError, ClientFailedError, EngineDeadError, WrongLoopError
 
@@ -198,7 +198,7 @@ class Session:
         receive = self.connection.receive
         for frames in messages:
             event = receive(frames)
-            if isinstance(event, EngineCoreOutputs) or (self.in_order and isinstance(event, UtilityReply)):
+            if isinstance(event, OutputBatch) or (self.in_order and isinstance(event, UtilityReply)):
                 if self.cause is None:
                     self.feed.send_nowait(event)
             elif isinstance(event, UtilityReply):
@@ -210,6 +210,10 @@ class Session:
                 _logger.warning("dropped a message of the engine that cannot be decoded: %s", event.error)
             elif self.settings.on_notification is not None:
                 self.tasks.start_soon(self._handle, self.settings.on_notification, event)
+        if warnings := self.connection.dialects.warnings:
+            for warning in warnings:
+                _logger.warning("%s", warning)
+            warnings.clear()
 
     async def watch_connections(self, link: Literal["input", "output"], monitor: PeerMonitor) -> None:
         """Notice when the engine's connection to a socket is gone.
@@ -275,7 +279,7 @@ class Session:
             await handler(notification)
         except GeneratorExit:
             raise
-        except (Exception, anyio.get_cancelled_exc_class()) as exc:
+        except (Exception, anyio.get_cancelled_exc_class()) as exc:  # noqa: ASYNC103 - see below
             if not isinstance(exc, Exception) and anyio.current_effective_deadline() == -math.inf:
                 raise
             # Rule 5: a user's handler fails alone; it is reported, and the session goes on. The same if a future that

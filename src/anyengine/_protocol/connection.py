@@ -16,6 +16,7 @@ from anyengine._wire import (
     Dialect,
     EngineCoreRequest,
     Frame,
+    RankDialects,
     UtilityCall,
     UtilityOutput,
     is_engine_dead,
@@ -39,12 +40,8 @@ class Connection:
     """
 
     def __init__(self, dialects: Mapping[int, Dialect], *, call_id_prefix: int, client_index: int = 0) -> None:
-        if not dialects:
-            raise ValueError("a connection needs at least one rank")
-        self._dialects = dict(dialects)
-        # Outputs do not say which rank's dialect they are in before they are decoded; the newest reads the older ones.
-        self._reader = max(self._dialects.values(), key=lambda dialect: dialect.since)
-        self._decode = self._reader.decode_outputs
+        self.dialects: RankDialects = RankDialects(dialects)
+        self._decode = self.dialects.decode_outputs
         self._client_index = client_index
         self.requests: RequestRegistry = RequestRegistry()
         self.utilities: UtilityRegistry = UtilityRegistry(call_id_prefix)
@@ -52,7 +49,7 @@ class Connection:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(self._dialects)
+        return tuple(self.dialects)
 
     # ------------------------------------------------------------------ commands
 
@@ -121,7 +118,7 @@ class Connection:
     def _salvaged(self, frames: Frames, error: DecodeError) -> Event | None:
         """What a message that cannot be decoded says to those who wait here: who is concerned must hear of it, or
         would wait for ever, or take what follows for the whole."""
-        part = self._reader.salvage_outputs(frames, error)
+        part = self.dialects.salvage_outputs(frames, error)
         if part is None:
             return None
         if part.utility_output is not None:
@@ -149,6 +146,6 @@ class Connection:
 
     def _dialect(self, rank: int) -> Dialect:
         try:
-            return self._dialects[rank]
+            return self.dialects[rank]
         except KeyError:
-            raise LocalProtocolError(f"rank {rank} is not connected; connected: {list(self._dialects)}") from None
+            raise LocalProtocolError(f"rank {rank} is not connected; connected: {list(self.dialects)}") from None

@@ -22,9 +22,9 @@ from anyengine._wire import (
     decode_handshake,
     decode_init,
     decode_ready,
-    dialect_for,
     encode_handshake,
     rank_of,
+    select_dialect,
 )
 from anyengine.exceptions import DecodeError, LocalProtocolError, RemoteProtocolError
 
@@ -106,7 +106,7 @@ class FrontendHandshake:
             raise RemoteProtocolError(f"engine {rank} sent no registration: {exc}") from exc
         if ready is not None and ready.max_model_len < 1:
             raise RemoteProtocolError(f"engine {rank} registered with max_model_len={ready.max_model_len}")
-        state.dialect = dialect_for(ready.vllm_version if ready else None)
+        state.dialect = select_dialect(ready)
         state.registration = ready
         state.registered = True
 

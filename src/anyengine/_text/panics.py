@@ -25,5 +25,5 @@ def calling_rust(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) ->
         return function(*args, **kwargs)
     except BaseException as exc:
         if type(exc).__name__ == "PanicException":
-            raise ValueError(f"the tokenizers package panicked: {exc}") from exc
+            raise ValueError(f"the tokenizers package panicked: {exc}") from exc  # noqa: ASYNC104 - no cancellation
         raise

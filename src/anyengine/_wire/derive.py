@@ -151,6 +151,7 @@ def _derive(struct: StructType, names: tuple[str, ...], parts: Mapping[StructTyp
         struct.__name__,
         fields,
         namespace={info.name: _stand_in(info, names) for name, info in known.items() if name not in names},
+        bases=struct.__bases__ if struct.__bases__ != (msgspec.Struct,) else None,
         module=struct.__module__,
         array_like=config.array_like,
         omit_defaults=config.omit_defaults,

@@ -25,6 +25,7 @@ __all__ = [
     "EngineRequestError",
     "LogprobsLists",
     "LogprobsTensors",
+    "OutputBatch",
     "OutputsKind",
     "SamplingMaskLists",
     "UndecodableOutput",
@@ -122,7 +123,11 @@ class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
     result: Any = None
 
 
-class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
+class OutputBatch(msgspec.Struct):
+    """What engine messages of all releases are: :class:`EngineCoreOutputs`, and those derived from it."""
+
+
+class EngineCoreOutputs(OutputBatch, array_like=True, gc=False):
     """One engine message: an output batch, a utility reply, a notification, or a wave change."""
 
     engine_index: int = 0
