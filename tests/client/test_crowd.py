@@ -1,4 +1,4 @@
-"""Bar 3: 200 concurrent streams on a real (tiny, random) model, a third of them cancelled at random."""
+"""200 concurrent streams on a real (tiny, random) model, a third of them cancelled at random."""
 
 from __future__ import annotations
 

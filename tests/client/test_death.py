@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.mark.feature("L05")
 async def test_kill_9_tells_fifty_streams_and_three_calls() -> None:
-    """Bar 4: each raises EngineDeadError with pid and signal, within 2 s; no thread is left (leak check)."""
+    """Each raises EngineDeadError with pid and signal, within 2 s; no thread is left (leak check)."""
     errors: list[EngineDeadError] = []
     started = 0
     all_started = anyio.Event()
