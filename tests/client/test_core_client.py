@@ -186,3 +186,11 @@ async def test_an_engine_that_says_nothing_of_its_release_is_asked(probe: str) -
             assert (out.finish_reason, out.token_ids) == ("length", [2 if probe == "found" else 1])
             assert (dialect.since >= (0, 17, 0)) == (probe == "found")
             assert dialect.probe is None
+
+
+async def test_an_engine_whose_input_is_gone_before_it_is_ready_is_noticed() -> None:
+    """Between registration and READY nobody watches for it: it must count afterwards, however it falls."""
+    with anyio.fail_after(20), pytest.raises(EngineDeadError, match="gone"):
+        async with EngineClient(engine=misbehaving("old_release", "gone")) as client:
+            await client.wait_dead()
+            await client.core.utility("is_sleeping")

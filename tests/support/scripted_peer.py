@@ -190,7 +190,11 @@ def old_release(peer: Peer, probe: str) -> None:
     peer.hello()
     peer.init()
     peer.inputs.send(b"")
+    if probe == "gone":
+        peer.inputs.close(linger=1000)
     peer.ready()
+    if probe == "gone":
+        signal.pause()
     while True:
         kind, payload = peer.receive()
         if kind == b"\x03":

@@ -110,9 +110,10 @@ async def _start(session: Session) -> None:
     await session.tasks.start(session.own, session.drain_outputs)
     if session.cause is None:
         session.state = ClientState.READY
-    # It died between READY and here, when the supervisor still took it for a start-up failure.
-    if child.exited.is_set():
-        session.tasks.start_soon(session.own, session.bury, engine, None)
+    # It died between READY and here, when it was still taken for a start-up failure; or one of its threads did.
+    if child.exited.is_set() or session.lost_links:
+        symptom = f"its connections are gone: {', '.join(sorted(session.lost_links))}"
+        session.tasks.start_soon(session.own, session.bury, engine, symptom)
     await _settle_dialects(session)
 
 
@@ -126,7 +127,8 @@ async def _settle_dialects(session: Session) -> None:
             continue
         answered = anyio.Event()
         call, frames = connection.utility(method, (), rank, answered.set)
-        session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
+        with suppress(PeerUnreachable):  # it is being buried, which fails the call
+            session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
         with anyio.move_on_after(_PROBE_LIMIT_S) as limit:
             await answered.wait()
         if limit.cancelled_caught:

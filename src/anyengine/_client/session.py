@@ -96,6 +96,7 @@ class Session:
         reply is a fence: everything sent before it has reached its consumers. Otherwise both happen as they arrive."""
         self._thread_id = threading.get_ident()
         self._unwatched: dict[int, anyio.Event] = {}
+        self.lost_links: set[str] = set()
         self._outputs_gone = anyio.Event()
         self._drain_scope = anyio.CancelScope()
         self._drained = anyio.Event()
@@ -225,12 +226,14 @@ class Session:
         async for event in monitor:
             if event.kind == "connected":
                 connections.add(event.connection)
+                self.lost_links.discard(link)
                 if link == "output" and self._outputs_gone.is_set():
                     self._outputs_gone = anyio.Event()  # that was a stray one, before the engine's own
                 continue
             connections.discard(event.connection)
             if connections:
                 continue
+            self.lost_links.add(link)
             if link == "output":
                 self._outputs_gone.set()
             if self.state is ClientState.READY:
