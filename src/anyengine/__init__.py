@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from ._client.client import EngineClient
     from ._client.core_client import EngineCoreClient
     from ._client.request_stream import RequestStream
-    from ._client.session import ClientState
+    from ._client.settings import ClientState
     from ._process.status import Status
     from ._protocol import EEPNotification, FaultStatus
     from ._wire import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
-    from .config import CommandEngine, EmbeddedEngine, VLLMEngine
+    from .config import CommandEngine, EmbeddedEngine, InheritedEngine, RemoteEngine, RunningEngine, VLLMEngine
     from .exceptions import (
         ClientClosedError,
         ClientFailedError,
@@ -71,12 +71,14 @@ __all__ = [
     "EngineUnresponsiveError",
     "FaultStatus",
     "FinishReason",
+    "InheritedEngine",
     "LoRARequest",
     "LocalProtocolError",
     "OutputKind",
     "OutputProcessingError",
     "OverloadedError",
     "ProtocolError",
+    "RemoteEngine",
     "RemoteProtocolError",
     "RequestError",
     "RequestFailed",
@@ -84,6 +86,7 @@ __all__ = [
     "RequestRejected",
     "RequestStream",
     "RequestTimeout",
+    "RunningEngine",
     "SamplingParams",
     "StartupTimeout",
     "Status",
@@ -99,7 +102,7 @@ _HOMES = {
         "_client.client": ("EngineClient",),
         "_client.core_client": ("EngineCoreClient",),
         "_client.request_stream": ("RequestStream",),
-        "_client.session": ("ClientState",),
+        "_client.settings": ("ClientState",),
         "_protocol": (
             "EEPNotification",
             "FaultStatus",
@@ -112,6 +115,9 @@ _HOMES = {
         "config": (
             "CommandEngine",
             "EmbeddedEngine",
+            "InheritedEngine",
+            "RemoteEngine",
+            "RunningEngine",
             "VLLMEngine",
         ),
         "outputs": (

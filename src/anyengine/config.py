@@ -7,12 +7,25 @@ line of JSON; nothing is ever pickled.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-__all__ = ["DEFAULT_MODEL", "CommandEngine", "EmbeddedEngine", "EngineLaunch", "EngineSettings", "VLLMEngine"]
+__all__ = [
+    "DEFAULT_MODEL",
+    "AttachedEngine",
+    "CommandEngine",
+    "EmbeddedEngine",
+    "EngineLaunch",
+    "EngineSettings",
+    "InheritedEngine",
+    "LaunchedEngine",
+    "RemoteEngine",
+    "RunningEngine",
+    "VLLMEngine",
+    "engine_ranks",
+]
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -113,8 +126,126 @@ class VLLMEngine(_VLLMModel, frozen=True, kw_only=True):
             raise ValueError(f"the names and values of env must be str; the names are {sorted(map(str, self.env))}")
 
 
-EngineSettings: TypeAlias = EmbeddedEngine | CommandEngine | VLLMEngine
+class RemoteEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """Engine cores that someone else starts and stops, ``vllm serve --headless`` for one; the client waits for them.
+
+    The client listens at ``handshake`` (``"tcp://10.0.0.5:29550"``, or an ``ipc://`` path) for ``ranks`` engine cores,
+    whose ranks are 0 to ``ranks - 1``. Their requests and outputs go over two more sockets, ``inputs`` and ``outputs``:
+    by default on free ports of the same interface, or in a private directory beside an ``ipc://`` handshake; fixed
+    addresses let a later client find the engines again (:class:`RunningEngine`). Where an address listens on every
+    interface (``tcp://0.0.0.0:29550``), ``advertise_host`` is the name or address of this host for the engines.
+    ``model_dir`` names the local directory with the tokenizer, when text prompts are wanted.
+
+    Nothing on these sockets is encrypted or authenticated: listen on networks that you trust.
+    """
+
+    handshake: str
+    ranks: int = 1
+    inputs: str | None = None
+    outputs: str | None = None
+    advertise_host: str | None = None
+    model_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_address("handshake", self.handshake)
+        _check_rank_count("ranks", self.ranks)
+        for name in ("inputs", "outputs"):
+            if getattr(self, name) is not None:
+                _check_address(name, getattr(self, name))
+        for name, address in (("handshake", self.handshake), ("inputs", self.inputs), ("outputs", self.outputs)):
+            if address is not None and self.advertise_host is None and _listens_everywhere(address):
+                raise ValueError(
+                    f"{name}={address!r} listens on every interface, and does not say where engines find this host: "
+                    "give advertise_host"
+                )
+
+
+class RunningEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """Engine cores that run already, for a client that is gone: taken over without a handshake.
+
+    ``inputs`` and ``outputs`` are the addresses that the engines were told (the former client's ``RemoteEngine`` fixed
+    them): the engines connect again by themselves. ``registrations`` is what each rank said of itself when it became
+    ready, as the former client's ``client.core.registrations[rank].received`` had it; ``max_model_len`` and
+    ``vllm_version`` are what counts. What the engines had buffered for the former client is dropped; requests of its
+    that still run go on until they end, or until ``pause_generation(mode="abort")``.
+    """
+
+    inputs: str
+    outputs: str
+    registrations: Mapping[int, Mapping[str, Any]]
+    model_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_address("inputs", self.inputs)
+        _check_address("outputs", self.outputs)
+        registrations: object = self.registrations
+        if not isinstance(registrations, Mapping) or not registrations:
+            raise ValueError(f"registrations={registrations!r} must map each rank to what it said of itself")
+        for rank, registration in registrations.items():
+            if type(rank) is not int or not 0 <= rank <= _MAX_RANK:
+                raise ValueError(f"registrations: rank {rank!r} must be an int from 0 to {_MAX_RANK}")
+            if not isinstance(registration, Mapping) or "max_model_len" not in registration:
+                raise ValueError(f"registrations[{rank}]={registration!r} must be a mapping with max_model_len")
+
+
+class InheritedEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """Engine cores whose parent gives this process two listening sockets and answers the handshake itself, as
+    ``vllm serve`` does for an external front end.
+
+    ``input_fd`` and ``output_fd`` are descriptors of bound, listening sockets (tcp or unix); they become the client's,
+    which closes them. Ranks are ``start_rank`` to ``start_rank + ranks - 1``.
+    """
+
+    input_fd: int
+    output_fd: int
+    ranks: int = 1
+    start_rank: int = 0
+    model_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_rank_count("ranks", self.ranks)
+        for name in ("input_fd", "output_fd", "start_rank"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ValueError(f"{name}={value!r} must be an int of at least 0")
+
+
+LaunchedEngine: TypeAlias = EmbeddedEngine | CommandEngine | VLLMEngine
 """Every kind of engine core that a client can start."""
+
+AttachedEngine: TypeAlias = RemoteEngine | RunningEngine | InheritedEngine
+"""Every kind of engine core that someone else starts, and a client joins."""
+
+EngineSettings: TypeAlias = LaunchedEngine | AttachedEngine
+"""Every kind of engine core behind a client."""
+
+_MAX_RANK = 0xFFFF  # an identity has two bytes
+_SCHEMES = ("tcp://", "ipc://")
+
+
+def engine_ranks(engines: Sequence[EngineSettings]) -> tuple[int, ...]:
+    """The ranks that ``engines`` stand for: one each for those that are started, in order; or those of the one that is
+    joined."""
+    first = engines[0]
+    if isinstance(first, RunningEngine):
+        return tuple(sorted(first.registrations))
+    if isinstance(first, InheritedEngine):
+        return tuple(range(first.start_rank, first.start_rank + first.ranks))
+    return tuple(range(first.ranks if isinstance(first, RemoteEngine) else len(engines)))
+
+
+def _check_address(name: str, address: object) -> None:
+    if not isinstance(address, str) or not address.startswith(_SCHEMES) or address in _SCHEMES:
+        raise ValueError(f"{name}={address!r} must be an address such as 'tcp://127.0.0.1:29550' or 'ipc:///path'")
+
+
+def _check_rank_count(name: str, value: object) -> None:
+    if type(value) is not int or not 1 <= value <= _MAX_RANK + 1:
+        raise ValueError(f"{name}={value!r} must be an int from 1 to {_MAX_RANK + 1}")
+
+
+def _listens_everywhere(address: str) -> bool:
+    return address.startswith(("tcp://0.0.0.0:", "tcp://*:", "tcp://[::]:"))
 
 
 class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import pytest
@@ -26,7 +25,6 @@ from anyengine import (
     Status,
     UtilityError,
 )
-from anyengine._transport.monitor import PeerEvent, PeerMonitor
 
 pytestmark = pytest.mark.anyio
 
@@ -220,20 +218,3 @@ async def test_what_nobody_reads_fills_the_engines_memory(name: str) -> None:
             taken = await core.utility("flood")
             assert taken < 5000  # its own queue, the kernel's buffers, and sixteen here
             assert core.state is ClientState.READY
-
-
-async def test_the_output_link_is_gone_when_its_last_connection_is() -> None:
-    """A stray connection that comes and goes does not make the client miss a dying engine's last words."""
-
-    async def events(*kinds: tuple[str, int]) -> AsyncIterator[PeerEvent]:
-        for kind, connection in kinds:
-            yield PeerEvent(cast(Any, kind), connection, "ipc://o")
-
-    with anyio.fail_after(30):
-        async with EngineCoreClient(misbehaving("slow_calls")) as core:
-            session = core.session
-            coming = [("connected", 1), ("connected", 2), ("disconnected", 2)]
-            await session.watch_connections("output", cast(PeerMonitor, events(*coming)))
-            assert not session._outputs_gone.is_set()
-            await session.watch_connections("output", cast(PeerMonitor, events(*coming, ("disconnected", 1))))
-            assert session._outputs_gone.is_set()

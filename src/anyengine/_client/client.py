@@ -19,11 +19,12 @@ from anyengine.exceptions import ClientClosedError, EngineDeadError, UtilityErro
 from anyengine.params import SamplingParams
 
 from .core_client import EngineCoreClient
+from .liveness import PROBE
 from .operations import EngineOperations
 from .request_builder import RequestBuilder
 from .request_desk import RequestDesk
 from .request_stream import RequestStream
-from .session import ClientState, Notification
+from .settings import ClientState, Notification
 
 __all__ = ["EngineClient"]
 
@@ -38,17 +39,19 @@ class EngineClient(EngineOperations):
     Args:
         model: what the embedded engine serves: an alias, a local directory, a GGUF file or a Hub id. ``None``: the
             default model, SmolLM2-135M-Instruct.
-        engine: a fully described engine instead of ``model``.
-        startup_timeout_s, shutdown_grace_s, on_death, on_progress, on_notification: see :class:`EngineCoreClient`.
+        engine: a fully described engine instead of ``model``, or several: the data-parallel ranks of one client.
+        startup_timeout_s, shutdown_grace_s, liveness_timeout_s, on_death, on_progress, on_notification: see
+            :class:`EngineCoreClient`.
     """
 
     def __init__(
         self,
         model: str | None = None,
         *,
-        engine: EngineSettings | None = None,
+        engine: EngineSettings | Sequence[EngineSettings] | None = None,
         startup_timeout_s: float = 600.0,
         shutdown_grace_s: float | None = None,
+        liveness_timeout_s: float | None = 300.0,
         on_death: Literal["report", "cancel"] = "report",
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
@@ -61,6 +64,7 @@ class EngineClient(EngineOperations):
             engine,
             startup_timeout_s=startup_timeout_s,
             shutdown_grace_s=shutdown_grace_s,
+            liveness_timeout_s=liveness_timeout_s,
             on_death=on_death,
             on_progress=on_progress,
             on_notification=on_notification,
@@ -179,9 +183,10 @@ class EngineClient(EngineOperations):
         desk = self._entered_desk()
         states = [state for state in desk.live() if state.label in labels]
         if states:
+            ranks = {state.rank for state in states}
             desk.abort(states)
             with suppress(UtilityError):  # a refusal is an answer, and any answer is a fence
-                await self._core.utility("is_sleeping")
+                await self._core.utility_on(ranks.intersection(self._core.ranks), PROBE)
         return len(states)
 
     # ----------------------------------------------------------------- utilities
@@ -206,12 +211,28 @@ class EngineClient(EngineOperations):
         """
         return self._entered_desk().builder.tokenizer
 
-    async def wait_dead(self) -> EngineDeadError:
-        """Wait until the client ends, and return why.
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that take requests."""
+        return self._core.ranks
+
+    async def wait_dead(self, rank: int | None = None) -> EngineDeadError:
+        """Wait until the client ends, or until ``rank`` is lost, and return why.
 
         Cancellation: safe.
         """
-        return await self._core.wait_dead()
+        return await self._core.wait_dead(rank)
+
+    async def ping(self, timeout_s: float = 10.0, *, rank: int | None = None) -> float:
+        """Ask an engine's main loop for a sign of life; see :meth:`EngineCoreClient.ping`.
+
+        Raises:
+            EngineUnresponsiveError: one has not answered within ``timeout_s``; it may be in a long step.
+            EngineDeadError: it died, or the client is closed.
+
+        Cancellation: safe.
+        """
+        return await self._core.ping(timeout_s, rank=rank)
 
     def statistics(self) -> dict[str, int]:
         """Counters of this session; see :meth:`EngineCoreClient.statistics`."""

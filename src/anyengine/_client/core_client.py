@@ -6,28 +6,36 @@ Owns the public low-level client (vLLM: ``AsyncMPClient``) and the sending of co
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import anyio
 
 from anyengine._process.status import Status
-from anyengine._protocol import Frames, OutputConsumer, UtilityReply
+from anyengine._protocol import OutputConsumer, UtilityReply
 from anyengine._transport.abc import PeerUnreachable
 from anyengine._wire import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreReadyResponse,
     EngineCoreRequest,
+    EngineRequestError,
+    FinishReason,
     engine_identity,
 )
-from anyengine.config import CommandEngine, EmbeddedEngine, EngineSettings, VLLMEngine
-from anyengine.exceptions import ClientClosedError, EngineDeadError, OutputProcessingError
+from anyengine.config import AttachedEngine, EmbeddedEngine, EngineSettings, VLLMEngine
+from anyengine.exceptions import (
+    ClientClosedError,
+    EngineDeadError,
+    OutputProcessingError,
+)
 
+from .calls import EngineCalls
 from .lifecycle import open_session
-from .session import ClientState, Notification, Session, SessionSettings
+from .session import RankDeath, Session
+from .settings import ClientState, Notification, SessionSettings
 
 __all__ = ["EngineCoreClient", "OutputBatches"]
 
@@ -59,40 +67,49 @@ class OutputBatches:
         return await self._core.receive_outputs()
 
 
-class EngineCoreClient:
-    """One client of one engine core, in one task group.
+class EngineCoreClient(EngineCalls):
+    """One client of one engine core, or of several, in one task group.
 
     Use it as ``async with EngineCoreClient(...) as core:``. Construction touches no event loop. The output drain runs
     before the block's first statement; everything has ended before the statement after the block. Entering again starts
     afresh.
 
     Args:
-        engine: what to start; the embedded engine with its default model if ``None``.
+        engine: what to start, or to join; the embedded engine with its default model if ``None``. Several engines of
+            one model are the data-parallel ranks of one client: requests take turns, and a rank that dies takes only
+            its own with it.
         startup_timeout_s: how long the engine may take to become ready.
         shutdown_grace_s: how long it may take to stop after SIGTERM, before SIGKILL. ``None``: 5 s, and 20 s for vLLM,
-            which has workers to end.
-        on_death: ``"report"`` leaves the block running when the engine dies (calls raise, :meth:`wait_dead` returns);
-            ``"cancel"`` cancels the block after all waiters have been told, and raises the cause from it.
+            which has workers to end. Engines that were joined live on.
+        liveness_timeout_s: how long an engine's main loop may leave a call unanswered, in a step of its work for one,
+            before it is given up as stuck. ``None``: for ever.
+        on_death: ``"report"`` leaves the block running when the last engine dies (calls raise, :meth:`wait_dead`
+            returns); ``"cancel"`` cancels the block after all waiters have been told, and raises the cause from it.
         on_progress: called with each start-up status of the engine.
         on_notification: called, in a task of the session, with each EEP notification and fault status.
     """
 
     def __init__(
         self,
-        engine: EngineSettings | None = None,
+        engine: EngineSettings | Sequence[EngineSettings] | None = None,
         *,
         startup_timeout_s: float = 600.0,
         shutdown_grace_s: float | None = None,
+        liveness_timeout_s: float | None = 300.0,
         on_death: Literal["report", "cancel"] = "report",
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
     ) -> None:
         if on_death not in ("report", "cancel"):
             raise ValueError(f"on_death={on_death!r} must be 'report' or 'cancel'")
+        if liveness_timeout_s is not None and not liveness_timeout_s > 0:
+            raise ValueError(f"liveness_timeout_s={liveness_timeout_s!r} must be above 0, or None for no limit")
+        engines = _engines(engine)
         self._settings = SessionSettings(
-            engine=EmbeddedEngine() if engine is None else engine,
+            engines=engines,
             startup_timeout_s=startup_timeout_s,
-            shutdown_grace_s=_default_grace_s(engine) if shutdown_grace_s is None else shutdown_grace_s,
+            shutdown_grace_s=_default_grace_s(engines) if shutdown_grace_s is None else shutdown_grace_s,
+            liveness_timeout_s=liveness_timeout_s,
             on_death=on_death,
             on_progress=on_progress,
             on_notification=on_notification,
@@ -128,21 +145,34 @@ class EngineCoreClient:
 
     # ------------------------------------------------------------------ requests
 
-    def add(self, request: EngineCoreRequest, consumer: OutputConsumer | None = None) -> None:
+    def add(
+        self, request: EngineCoreRequest, consumer: OutputConsumer | None = None, *, rank: int | None = None
+    ) -> int:
         """Register and send one request, in one step. Its outputs appear in :meth:`outputs`, or go to ``consumer``.
 
+        It goes to ``rank``, or to the request's ``data_parallel_rank``, or else to the rank whose turn it is; returns
+        the rank that has it.
+
         Raises:
+            RequestRejected: there is no such rank.
             EncodeError: a value cannot be encoded; nothing was sent and nothing is registered.
             EngineDeadError: the engine died, or the client is closed.
             LocalProtocolError: the request id is alive already.
         """
         session = self.usable_session()
-        frames = session.connection.add(request, 0, self._batch if consumer is None else consumer)
-        try:
-            self._send(session, 0, frames)
-        except BaseException:
-            session.connection.requests.close(request.request_id)
-            raise
+        wanted = request.data_parallel_rank if rank is None else rank
+        while True:
+            chosen = session.connection.rota.next() if wanted is None else session.check_rank(wanted)
+            frames = session.connection.add(request, chosen, self._batch if consumer is None else consumer)
+            try:
+                session.send(chosen, frames)
+            except BaseException as exc:
+                session.connection.requests.close(request.request_id)
+                # Nothing was sent: another rank may have it, unless the caller wants this one.
+                if wanted is None and isinstance(exc, EngineDeadError) and session.connection.rota.serving:
+                    continue
+                raise
+            return chosen
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """Abort requests by wire id. Synchronous: it may stand in a ``finally``. Ids that are not alive are ignored.
@@ -186,6 +216,8 @@ class EngineCoreClient:
             raise session.cause.for_waiter() from None
         if isinstance(item, EngineDeadError):
             raise item.for_waiter()
+        if isinstance(item, RankDeath):
+            return self._failed_batch(session, item)
         assert not isinstance(item, UtilityReply)  # those are resolved as they arrive
         self._batch.outputs = []
         for entry, exc in session.connection.requests.dispatch(item.outputs):
@@ -196,35 +228,16 @@ class EngineCoreClient:
         item.outputs = self._batch.outputs
         return item
 
-    # ----------------------------------------------------------------- utilities
-
-    async def utility(self, method: str, *args: Any) -> Any:
-        """Call a named method of the engine, between two steps of its main loop, and return its result as plain data.
-
-        It is a fence: the engine has taken every request and abort sent before, in order.
-
-        Raises:
-            UtilityError: the engine refused, or the method failed.
-            EncodeError: an argument cannot be encoded; nothing was sent.
-            EngineDeadError: the engine died, or the client is closed.
-
-        Cancellation: the call is forgotten and its late reply dropped; the engine may still carry it out.
-        """
-        session = self.usable_session()
-        done = anyio.Event()
-        call, frames = session.connection.utility(method, args, 0, done.set)
-        try:
-            self._send(session, 0, frames)
-            await done.wait()
-        finally:
-            session.connection.utilities.forget(call.call_id)
-        if call.error is not None:
-            raise call.error
-        return call.value
-
-    def utility_arity(self, method: str) -> int | None:
-        """How many arguments ``method`` takes at most in the engine's release; ``None`` if it is not known there."""
-        return self.session.connection.utility_arity(method, 0)
+    def _failed_batch(self, session: Session, death: RankDeath) -> EngineCoreOutputs:
+        """The end of a rank's requests, as one more batch: each has failed; their consumers are told."""
+        entries = session.connection.requests.fail_all(death.error, death.rank)
+        trouble = EngineRequestError("engine_dead", str(death.error), retryable=True)
+        outputs = [
+            EngineCoreOutput(entry.request_id, [], finish_reason=FinishReason.ERROR, error=trouble)
+            for entry in entries
+            if entry.consumer is self._batch
+        ]
+        return EngineCoreOutputs(engine_index=death.rank, outputs=outputs)
 
     # --------------------------------------------------------------------- state
 
@@ -241,22 +254,30 @@ class EngineCoreClient:
     @property
     def model_dir(self) -> str | None:
         """The local directory with the model's tokenizer and configuration, if the engine told."""
-        session = self.session
-        engine = self._settings.engine
-        configured = engine.model_dir if isinstance(engine, CommandEngine | VLLMEngine) else None
-        return configured or session.engines[0].model_dir
+        configured = (getattr(engine, "model_dir", None) for engine in self._settings.engines)
+        told = (engine.model_dir for engine in self.session.engines.values())
+        return next(filter(None, (*configured, *told)), None)
 
-    async def wait_dead(self) -> EngineDeadError:
-        """Wait until the session ends, and return why.
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that take requests."""
+        return self.session.connection.rota.serving
+
+    async def wait_dead(self, rank: int | None = None) -> EngineDeadError:
+        """Wait until the session ends, or until ``rank`` is lost, and return why.
 
         Cancellation: safe.
         """
         session = self.session
         if session.cause is None:
             session.check_thread()
-        await session.ended.wait()
-        assert session.cause is not None
-        return session.cause.for_waiter()
+        if rank is None:
+            await session.ended.wait()
+            assert session.cause is not None
+            return session.cause.for_waiter()
+        session.check_rank(rank)
+        await session.rank_ended[rank].wait()
+        return session.deaths[rank].for_waiter()
 
     def statistics(self) -> dict[str, int]:
         """Counters of this session: requests and calls in flight, outputs and replies that came too late, and so on."""
@@ -295,13 +316,21 @@ class EngineCoreClient:
         session.check_usable()
         return session
 
-    def _send(self, session: Session, rank: int, frames: Frames) -> None:
-        try:
-            session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
-        except PeerUnreachable as exc:
-            # Its process may still be on its way out: what everyone will be told is told here already.
-            raise session.engines[rank].death("its input connection is gone") from exc
+
+def _engines(engine: EngineSettings | Sequence[EngineSettings] | None) -> tuple[EngineSettings, ...]:
+    """The engines, one for each rank.
+
+    Raises:
+        ValueError: there is none, or an engine that is joined is not alone.
+    """
+    engines = (EmbeddedEngine() if engine is None else engine,) if not isinstance(engine, Sequence) else tuple(engine)
+    if not engines:
+        raise ValueError("engine=[] starts nothing: give one engine for each rank")
+    joined = [one for one in engines if isinstance(one, AttachedEngine)]
+    if joined and len(engines) > 1:
+        raise ValueError(f"{joined[0]!r} stands for all ranks of a client: it cannot be one of {len(engines)} engines")
+    return engines
 
 
-def _default_grace_s(engine: EngineSettings | None) -> float:
-    return 20.0 if isinstance(engine, VLLMEngine) else 5.0
+def _default_grace_s(engines: Sequence[EngineSettings]) -> float:
+    return 20.0 if any(isinstance(engine, VLLMEngine) for engine in engines) else 5.0

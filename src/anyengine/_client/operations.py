@@ -6,7 +6,7 @@ travels. Names and argument order are those of vLLM's ``AsyncLLM``, without ``_a
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
@@ -28,16 +28,17 @@ _RESUME_LIMIT_S = 30.0
 
 
 class _Caller(Protocol):
-    async def utility(self, method: str, *args: Any) -> Any: ...
+    async def utility_on(self, ranks: Iterable[int] | None, method: str, *args: Any) -> dict[int, Any]: ...
 
     def utility_arity(self, method: str) -> int | None: ...
 
 
 class EngineOperations:
-    """The operations. Each of them raises:
+    """The operations. Each goes to every rank that lives, to all of them before any answer is awaited, and raises:
 
-    * :class:`UtilityError`: the engine refused, failed, or does not have the method in its release;
-    * :class:`EngineDeadError`: the engine died, or the client is closed;
+    * :class:`UtilityError`: an engine refused, failed, or does not have the method in its release; or several were
+      asked how things stand, and their answers differ;
+    * :class:`EngineDeadError`: an engine died meanwhile (the others have carried it out), or the client is closed;
 
     and, when cancelled, forgets the call; the engine may still carry it out. A returned call is a fence: everything
     that the engine sent before has reached its consumers.
@@ -73,7 +74,7 @@ class EngineOperations:
 
     async def is_paused(self) -> bool:
         """Whether the engine is paused."""
-        return await self._typed(bool, "is_scheduler_paused")
+        return await self._agreed(bool, "is_scheduler_paused")
 
     @asynccontextmanager
     async def paused(self, mode: PauseMode = "wait", *, clear_cache: bool = False) -> AsyncIterator[None]:
@@ -101,13 +102,13 @@ class EngineOperations:
 
     async def is_sleeping(self) -> bool:
         """Whether the engine sleeps, or is paused."""
-        return await self._typed(bool, "is_sleeping")
+        return await self._agreed(bool, "is_sleeping")
 
     # --------------------------------------------------------------------- caches
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget cached prefixes; whether that was possible now."""
-        return await self._typed(bool, "reset_prefix_cache", reset_running_requests, reset_connector)
+        return await self._all_did("reset_prefix_cache", reset_running_requests, reset_connector)
 
     async def reset_mm_cache(self) -> None:
         """Forget processed multi-modal inputs."""
@@ -121,19 +122,19 @@ class EngineOperations:
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter; whether it was."""
-        return await self._typed(bool, "add_lora", lora_to_wire(lora_request))
+        return await self._all_did("add_lora", lora_to_wire(lora_request))
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Unload an adapter; whether it was there."""
-        return await self._typed(bool, "remove_lora", lora_id)
+        return await self._all_did("remove_lora", lora_id)
 
     async def list_loras(self) -> set[int]:
         """The ids of the loaded adapters."""
-        return await self._typed(set[int], "list_loras")
+        return await self._agreed(set[int], "list_loras")
 
     async def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter loaded; whether it is."""
-        return await self._typed(bool, "pin_lora", lora_id)
+        return await self._all_did("pin_lora", lora_id)
 
     async def update_weight_version(self, version: str) -> None:
         """Label the weights that are loaded now; outputs carry the label."""
@@ -141,7 +142,8 @@ class EngineOperations:
 
     async def get_weight_version(self) -> str | None:
         """The label of the weights."""
-        version: str | None = await self._call("get_weight_version")
+        optional_str: Any = str | None  # msgspec takes it, though it is no type[T]
+        version: str | None = await self._agreed(optional_str, "get_weight_version")
         return version
 
     async def collective_rpc(
@@ -150,8 +152,11 @@ class EngineOperations:
         timeout: float | None = None,  # noqa: ASYNC109 - an argument of the engine's
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
+        *,
+        ranks: Iterable[int] | None = None,
     ) -> list[Any]:
-        """Call a method, by name, on every worker of the engine; their results in order. ``timeout`` is in seconds.
+        """Call a method, by name, on every worker of every rank, or of ``ranks``; their results in the order of ranks
+        and workers. ``timeout`` is in seconds.
 
         A result that the engine cannot encode ends a vLLM engine's output for ever: call only what returns plain data.
         """
@@ -162,13 +167,13 @@ class EngineOperations:
                 value=method,
                 remedy="give the name of a method that the workers have",
             )
-        return await self._typed(
-            list[Any], "collective_rpc", method, timeout, list(args), None if kwargs is None else dict(kwargs)
-        )
+        arguments = (method, timeout, list(args), None if kwargs is None else dict(kwargs))
+        results = await self._typed(list[Any], "collective_rpc", *arguments, ranks=ranks)
+        return [result for of_rank in results.values() for result in of_rank]
 
     async def supported_tasks(self) -> tuple[str, ...]:
         """What the engine's model can do: ``"generate"``, ``"embed"``, ..."""
-        return await self._typed(tuple[str, ...], "get_supported_tasks")
+        return await self._agreed(tuple[str, ...], "get_supported_tasks")
 
     async def start_profile(self, profile_prefix: str | None = None) -> None:
         """Start the engine's profiler."""
@@ -180,18 +185,35 @@ class EngineOperations:
 
     # ------------------------------------------------------------------ internals
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def _call(self, method: str, *args: Any, ranks: Iterable[int] | None = None) -> dict[int, Any]:
         """Call ``method`` with as many of ``args`` as its release takes; what it does not take must be a default."""
         arity = self._caller.utility_arity(method)
         if arity is None:
             raise UtilityError(
                 f"the engine's release has no utility method {method!r}; nothing was sent", method=method, rank=0
             )
-        return await self._caller.utility(method, *args[:arity])
+        return await self._caller.utility_on(ranks, method, *args[:arity])
 
-    async def _typed(self, kind: type[T], method: str, *args: Any) -> T:
-        value = await self._call(method, *args)
-        try:
-            return msgspec.convert(value, kind)
-        except msgspec.ValidationError as exc:
-            raise UtilityError(f"utility call {method!r} returned {value!r:.80}: {exc}", method=method, rank=0) from exc
+    async def _typed(self, kind: type[T], method: str, *args: Any, ranks: Iterable[int] | None = None) -> dict[int, T]:
+        """The results of a call by rank, each converted to ``kind``."""
+        results = await self._call(method, *args, ranks=ranks)
+        typed: dict[int, T] = {}
+        for rank, value in results.items():
+            try:
+                typed[rank] = msgspec.convert(value, kind)
+            except msgspec.ValidationError as exc:
+                message = f"utility call {method!r} returned {value!r:.80} from engine {rank}: {exc}"
+                raise UtilityError(message, method=method, rank=rank) from exc
+        return typed
+
+    async def _agreed(self, kind: type[T], method: str) -> T:
+        """The one answer of all ranks."""
+        answers = await self._typed(kind, method)
+        first, *others = answers.values()
+        if any(other != first for other in others):
+            raise UtilityError(f"the engines differ in {method!r}: {answers!r:.300}", method=method)
+        return first
+
+    async def _all_did(self, method: str, *args: Any) -> bool:
+        """Whether every rank did what was asked."""
+        return all((await self._typed(bool, method, *args)).values())

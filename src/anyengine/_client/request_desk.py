@@ -23,7 +23,7 @@ from .core_client import EngineCoreClient
 from .dropped import DroppedRequests
 from .request_builder import RequestBuilder
 from .request_state import RequestState
-from .session import SessionItem
+from .session import RankDeath, SessionItem
 from .wakeup import make_parker
 
 __all__ = ["RequestDesk"]
@@ -75,7 +75,7 @@ class RequestDesk:
         request, detokenizer = self.builder.build(prompt_ids, params, label, priority)
         assert request.external_req_id is not None and request.prompt_token_ids is not None
         state = RequestState(request.request_id, request.external_req_id, make_parker())
-        self._core.add(request, state)
+        state.rank = self._core.add(request, state)
         return state, detokenizer, len(request.prompt_token_ids)
 
     def abort(self, states: Sequence[RequestState]) -> None:
@@ -148,6 +148,9 @@ class RequestDesk:
                 entry.consumer.fail(error)
         elif isinstance(item, EngineDeadError):
             self._tell_everyone(item)
+        elif isinstance(item, RankDeath):
+            connection.requests.fail_all(item.error, item.rank)
+            connection.utilities.fail_all(item.error, item.rank)
         else:
             assert isinstance(item, UtilityReply)
             connection.utilities.resolve(item.rank, item.output)

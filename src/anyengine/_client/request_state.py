@@ -32,12 +32,15 @@ class RequestState:
         "label",
         "num_cached_tokens",
         "parker",
+        "rank",
         "stop_reason",
         "token_ids",
         "wire_id",
     )
 
     def __init__(self, wire_id: str, label: str, parker: Parker) -> None:
+        self.rank = 0
+        """The rank that runs it."""
         self.wire_id = wire_id
         self.label = label
         self.parker = parker

@@ -7,64 +7,55 @@ raise out of the group: they end the session with a cause.
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypeVarTuple
+from typing import TypeAlias, TypeVarTuple
 
 import anyio
 import anyio.lowlevel
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from anyengine._process.status import Status
+from anyengine._process.attached import AttachedRank
 from anyengine._process.supervisor import SupervisedEngine
-from anyengine._protocol import Connection, DeadSentinel, EEPNotification, FaultStatus, MalformedMessage, UtilityReply
-from anyengine._transport.abc import Message
+from anyengine._protocol import Connection, DeadSentinel, Frames, MalformedMessage, UtilityReply
+from anyengine._transport.abc import Message, PeerUnreachable
 from anyengine._transport.endpoints import Endpoints
-from anyengine._transport.monitor import PeerMonitor
-from anyengine._wire import EngineCoreOutputs, EngineCoreReadyResponse, OutputBatch
-from anyengine.config import EngineSettings
-from anyengine.exceptions import ClientClosedError, ClientFailedError, EngineDeadError, WrongLoopError
+from anyengine._wire import EngineCoreOutputs, EngineCoreReadyResponse, OutputBatch, engine_identity
+from anyengine.config import engine_ranks
+from anyengine.exceptions import (
+    ClientClosedError,
+    ClientFailedError,
+    EngineDeadError,
+    RequestRejected,
+    WrongLoopError,
+)
 
-__all__ = ["ClientState", "Notification", "Session", "SessionItem", "SessionSettings"]
+from .liveness import Liveness
+from .settings import ClientState, Notification, SessionSettings
+
+__all__ = ["RankDeath", "Session", "SessionItem"]
 
 _logger = logging.getLogger("anyengine.client")
 
 _LAST_WORDS_S = 1.0  # how long a dying engine may take to exit, so that the error can say how it ended
 
-Notification: TypeAlias = EEPNotification | FaultStatus
-
 ArgsT = TypeVarTuple("ArgsT")
 
-SessionItem: TypeAlias = EngineCoreOutputs | UtilityReply | EngineDeadError
+
+@dataclass(frozen=True, slots=True)
+class RankDeath:
+    """One rank of several has died, and the session goes on without it."""
+
+    rank: int
+    error: EngineDeadError
+
+
+SessionItem: TypeAlias = EngineCoreOutputs | UtilityReply | RankDeath | EngineDeadError
 """What travels through the session's stream, in the order received; the error that ends the session is the last
 item."""
-
-
-class ClientState(enum.Enum):
-    """Where a client is in its life."""
-
-    CREATED = "created"
-    STARTING = "starting"
-    READY = "ready"
-    CLOSING = "closing"
-    CLOSED = "closed"
-    DEAD = "dead"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionSettings:
-    """What a session is told by its client."""
-
-    engine: EngineSettings
-    startup_timeout_s: float
-    shutdown_grace_s: float
-    on_death: Literal["report", "cancel"]
-    on_progress: Callable[[Status], None] | None
-    on_notification: Callable[[Notification], Awaitable[None]] | None
 
 
 class Session:
@@ -86,23 +77,69 @@ class Session:
         self.cause: EngineDeadError | None = None
         self.ended: anyio.Event = anyio.Event()
         self.body_scope: anyio.CancelScope = anyio.CancelScope()
-        self.engines: dict[int, SupervisedEngine] = {}
+        self.ranks: tuple[int, ...] = engine_ranks(settings.engines)
+        self.engines: dict[int, SupervisedEngine | AttachedRank] = {}
         self.registrations: dict[int, EngineCoreReadyResponse | None] = {}
+        self.deaths: dict[int, EngineDeadError] = {}
+        self.rank_ended: dict[int, anyio.Event] = {rank: anyio.Event() for rank in self.ranks}
         self.feed, self.stream = anyio.create_memory_object_stream[SessionItem](math.inf)
-        self.last_heard_s: float = anyio.current_time()
+        self.liveness: Liveness = Liveness(self, self.ranks)
         self.notification_failures: int = 0
         self.in_order: bool = False
         """Set by a client whose consumer of ``stream`` also resolves the replies and passes the cause on, so that a
         reply is a fence: everything sent before it has reached its consumers. Otherwise both happen as they arrive."""
         self._thread_id = threading.get_ident()
         self._unwatched: dict[int, anyio.Event] = {}
-        self.lost_links: set[str] = set()
-        self._outputs_gone = anyio.Event()
         self._drain_scope = anyio.CancelScope()
         self._drained = anyio.Event()
-        self._dying: tuple[SupervisedEngine, str | None] | None = None
+        self._dying: dict[int, tuple[str | None, type[EngineDeadError]]] = {}
+        self._burials = anyio.Lock()
 
     # --------------------------------------------------------------------- state
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the engines are ready and the session has not ended."""
+        return self.state is ClientState.READY
+
+    @property
+    def children(self) -> list[SupervisedEngine]:
+        """The engine processes that are ours."""
+        return [engine for engine in self.engines.values() if isinstance(engine, SupervisedEngine)]
+
+    def check_rank(self, rank: int) -> int:
+        """``rank``, if it is one of the session's.
+
+        Raises:
+            RequestRejected: it is not.
+        """
+        if rank not in self.rank_ended:
+            remedy = f"use one of {', '.join(map(str, self.ranks))}"
+            raise RequestRejected(f"there is no rank {rank!r}", parameter="rank", value=rank, remedy=remedy)
+        return rank
+
+    def send(self, rank: int, frames: Frames) -> None:
+        """Send one message to an engine. Synchronous.
+
+        Raises:
+            EngineDeadError: it is dead, or cannot be reached, which is the same.
+        """
+        if rank in self.deaths:
+            raise self.death(rank)
+        try:
+            self.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
+        except PeerUnreachable as exc:
+            # Its process may still be on its way out: what everyone will be told is told here already.
+            symptom = "its input connection is gone"
+            self.bury(rank, symptom)
+            raise self.death(rank, symptom) from exc
+
+    def death(self, rank: int, symptom: str | None = None) -> EngineDeadError:
+        """Why ``rank`` is of no use: the error it died of, or, should it still be dying, what is known by now."""
+        if rank in self.deaths:
+            return self.deaths[rank].for_waiter()
+        noted, kind = self._dying.get(rank, (None, EngineDeadError))
+        return self.engines[rank].death(noted or symptom, kind)
 
     def check_usable(self) -> None:
         """Raise the error that a new call deserves, if any.
@@ -136,6 +173,9 @@ class Session:
             self.state = ClientState.DEAD
         self.feed.send_nowait(cause)
         self.feed.close()
+        for rank in self.ranks:
+            self.deaths.setdefault(rank, cause)
+            self.rank_ended[rank].set()
         self.ended.set()
         if not self.in_order:
             if hasattr(self, "connection"):
@@ -143,10 +183,11 @@ class Session:
             self.told_everyone()
 
     def close(self) -> None:
-        """End the session since its block is being left, or cancelled; with the death of an engine that is dying."""
-        self.end(
-            ClientClosedError("the client was closed") if self._dying is None else self._dying[0].death(self._dying[1])
-        )
+        """End the session since its block is being left, or cancelled; with the death of an engine that is dying, if
+        none is left that serves."""
+        dying = [rank for rank in self._dying if rank not in self.deaths]
+        alone = dying and not self.connection.rota.serving
+        self.end(self.death(dying[0]) if alone else ClientClosedError("the client was closed"))
 
     def told_everyone(self) -> None:
         """Every waiter has been told of the cause: now the body may be cancelled."""
@@ -190,55 +231,52 @@ class Session:
         try:
             with self._drain_scope:
                 while True:
-                    self._receive(await self.endpoints.outputs.drain())
+                    self.receive(await self.endpoints.outputs.drain())
         finally:
             self._drained.set()
 
-    def _receive(self, messages: list[Message]) -> None:
-        self.last_heard_s = anyio.current_time()
+    async def stop_drain(self) -> None:
+        """End the output drain; whoever calls it reads on. Cancelling its wait for readiness loses no message.
+
+        Cancellation: safe.
+        """
+        self._drain_scope.cancel()
+        await self._drained.wait()
+
+    def receive(self, messages: list[Message]) -> None:
+        """Decode what came over the output socket and hand it over."""
+        now_s = anyio.current_time()
+        last_heard_s = self.liveness.last_heard_s
         receive = self.connection.receive
         for frames in messages:
             event = receive(frames)
-            if isinstance(event, OutputBatch) or (self.in_order and isinstance(event, UtilityReply)):
+            if isinstance(event, OutputBatch):
+                rank = event.engine_index
                 if self.cause is None:
                     self.feed.send_nowait(event)
             elif isinstance(event, UtilityReply):
-                self.connection.utilities.resolve(event.rank, event.output)
-            elif isinstance(event, DeadSentinel):
-                engine = next(iter(self.engines.values()))
-                self.tasks.start_soon(self.own, self.bury, engine, "it sent ENGINE_CORE_DEAD")
-            elif isinstance(event, MalformedMessage):
-                _logger.warning("dropped a message of the engine that cannot be decoded: %s", event.error)
-            elif self.settings.on_notification is not None:
-                self.tasks.start_soon(self._handle, self.settings.on_notification, event)
+                rank = event.rank
+                if self.in_order and self.cause is None:
+                    self.feed.send_nowait(event)
+                else:
+                    self.connection.utilities.resolve(rank, event.output)
+            else:
+                self._take_event(event)
+                continue
+            if rank in last_heard_s:  # it is what the engine says
+                last_heard_s[rank] = now_s
         if warnings := self.connection.dialects.warnings:
             for warning in warnings:
                 _logger.warning("%s", warning)
             warnings.clear()
 
-    async def watch_connections(self, link: Literal["input", "output"], monitor: PeerMonitor) -> None:
-        """Notice when the engine's connection to a socket is gone.
-
-        After the output connection's end everything that was sent has arrived. While the process lives, an engine
-        without one of the two is deaf or mute, for ever: its thread has ended, and nothing else would tell.
-        """
-        connections: set[int] = set()
-        async for event in monitor:
-            if event.kind == "connected":
-                connections.add(event.connection)
-                self.lost_links.discard(link)
-                if link == "output" and self._outputs_gone.is_set():
-                    self._outputs_gone = anyio.Event()  # that was a stray one, before the engine's own
-                continue
-            connections.discard(event.connection)
-            if connections:
-                continue
-            self.lost_links.add(link)
-            if link == "output":
-                self._outputs_gone.set()
-            if self.state is ClientState.READY:
-                engine = next(iter(self.engines.values()))
-                self.tasks.start_soon(self.own, self.bury, engine, f"its {link} connection is gone")
+    def _take_event(self, event: DeadSentinel | MalformedMessage | Notification) -> None:
+        if isinstance(event, DeadSentinel):
+            self.liveness.sentinel()
+        elif isinstance(event, MalformedMessage):
+            _logger.warning("dropped a message of the engine that cannot be decoded: %s", event.error)
+        elif self.settings.on_notification is not None:
+            self.tasks.start_soon(self._handle, self.settings.on_notification, event)
 
     def take_over(self, engine: SupervisedEngine) -> None:
         """Watch a started engine process from now on; whoever stops the session ends it."""
@@ -256,25 +294,53 @@ class Session:
             await engine.supervise()
         finally:
             self._unwatched[engine.rank].set()
-        if self.state is ClientState.READY:
-            await self.bury(engine)
+        if self.is_ready:
+            self.bury(engine.rank)
 
-    async def bury(self, engine: SupervisedEngine, symptom: str | None = None) -> None:
-        """The engine is dying or dead: learn how it ended and take what it still sent, then end the session."""
-        if self._dying is not None:
-            return
-        self._dying = engine, symptom
-        with anyio.move_on_after(_LAST_WORDS_S):
-            await engine.child.exited.wait()
-            await self._outputs_gone.wait()
-        self._drain_scope.cancel()  # safe: cancelling the wait for readiness loses no message
-        await self._drained.wait()
-        with anyio.move_on_after(_LAST_WORDS_S):  # a broken one lives on, and may send without end
-            while messages := self.endpoints.outputs.drain_nowait():
-                self._receive(messages)
-                await anyio.lowlevel.checkpoint()
-        self.end(engine.death(symptom))
-        self.endpoints.outputs.close()  # nobody listens any more: what it may still send must not fill our memory
+    def bury(self, rank: int, symptom: str | None = None, kind: type[EngineDeadError] = EngineDeadError) -> None:
+        """The rank is dying, dead or of no use any more: it gets no more work from now on, and its death is told when
+        everything that it still sent has been. Synchronous, idempotent."""
+        if self.cause is None and self.connection.rota.retire(rank):
+            self.liveness.suspicion.retired(rank)
+            self._dying[rank] = symptom, kind
+            self.tasks.start_soon(self.own, self._bury, rank)
+
+    async def _bury(self, rank: int) -> None:
+        """Learn how the rank ended and take what it still sent, then tell of its death."""
+        symptom, kind = self._dying[rank]
+        if kind is EngineDeadError:  # a stuck one does not end
+            with anyio.move_on_after(_LAST_WORDS_S):
+                await self.engines[rank].wait_ended()
+                await self.liveness.outputs_settled()
+        async with self._burials:
+            if self.cause is not None:
+                return
+            await self.stop_drain()
+            with anyio.move_on_after(_LAST_WORDS_S):  # a broken one lives on, and may send without end
+                while messages := self.endpoints.outputs.drain_nowait():
+                    self.receive(messages)
+                    await anyio.lowlevel.checkpoint()
+            if self._lose(rank, self.engines[rank].death(symptom, kind)):
+                self._drain_scope, self._drained = anyio.CancelScope(), anyio.Event()
+                self.tasks.start_soon(self.own, self.drain_outputs)
+            else:
+                self.endpoints.outputs.close()  # nobody listens any more: what still comes must not fill our memory
+
+    def _lose(self, rank: int, death: EngineDeadError) -> bool:
+        """Tell of a rank's death; whether the session goes on without it."""
+        rota = self.connection.rota
+        rota.bury(rank)
+        self.deaths[rank] = death
+        if not rota.alive:
+            self.end(death)
+        if self.cause is not None:
+            return False
+        _logger.error("engine %d is lost, %d of %d go on: %s", rank, len(rota.serving), len(self.ranks), death)
+        self.rank_ended[rank].set()
+        if not self.in_order:
+            self.connection.utilities.fail_all(death, rank)
+        self.feed.send_nowait(RankDeath(rank, death))
+        return True
 
     async def _handle(self, handler: Callable[[Notification], Awaitable[None]], notification: Notification) -> None:
         """An EEP notification's (or fault status') handler: a child task of the session."""

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import msgspec
 
-from anyengine.config import CommandEngine, EngineLaunch, EngineSettings, VLLMEngine
+from anyengine.config import CommandEngine, EngineLaunch, LaunchedEngine, VLLMEngine
 
 from .child import ChildProcess
 
 __all__ = ["launch_engine"]
 
 
-def launch_engine(engine: EngineSettings, *, handshake_address: str, rank: int = 0) -> ChildProcess:
+def launch_engine(engine: LaunchedEngine, *, handshake_address: str, rank: int = 0) -> ChildProcess:
     """Start one engine core process.
 
     Raises:

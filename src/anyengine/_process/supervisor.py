@@ -49,6 +49,13 @@ class SupervisedEngine:
         with anyio.CancelScope(shield=True):
             await self.child.watch(self._take_status, self._take_log)
 
+    async def wait_ended(self) -> None:
+        """Wait until the process has ended; what it has written may not have been read yet.
+
+        Cancellation: safe.
+        """
+        await self.child.exited.wait()
+
     async def see_off(self) -> None:
         """After the process: let what it started end by itself, for as long as it has a grace period.
 
@@ -91,12 +98,12 @@ class SupervisedEngine:
         error.__cause__ = trouble
         return error
 
-    def startup_timeout(self, timeout_s: float) -> StartupTimeout:
-        """The deadline passed while the process was still starting."""
+    def startup_timeout(self, timeout_s: float, also_late: str = "") -> StartupTimeout:
+        """The deadline passed while the process was still starting; ``also_late`` says who else was."""
         seconds = self.stage_seconds
         spent = ", ".join(f"{stage} {value:.1f} s" for stage, value in seconds.items())
         return StartupTimeout(
-            f"engine {self.rank} (pid {self.child.pid}) is not ready after startup_timeout_s={timeout_s:g}; "
+            f"engine {self.rank} (pid {self.child.pid}) is not ready after startup_timeout_s={timeout_s:g}{also_late}; "
             f"stage reached: {self.status.stage!r} ({spent})",
             rank=self.rank,
             pid=self.child.pid,
@@ -105,11 +112,11 @@ class SupervisedEngine:
             stage_seconds=seconds,
         )
 
-    def death(self, symptom: str | None = None) -> EngineDeadError:
+    def death(self, symptom: str | None = None, kind: type[EngineDeadError] = EngineDeadError) -> EngineDeadError:
         """The engine died after it was ready. ``symptom`` is how that was noticed, should its process still live."""
         ended = self.child.poll()
         error = self.status.error  # what it reported before it went
-        return EngineDeadError(
+        return kind(
             f"engine {self.rank} (pid {self.child.pid}) {ended or f'lives, but {symptom}'}"
             + (f": {error.type}: {error.message}" if error else ""),
             rank=self.rank,

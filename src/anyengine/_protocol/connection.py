@@ -24,6 +24,7 @@ from anyengine._wire import (
 from anyengine.exceptions import DecodeError, LocalProtocolError
 
 from .events import DeadSentinel, EEPNotification, Event, FaultStatus, MalformedMessage, UtilityReply
+from .ranks import RankRota
 from .requests import OutputConsumer, RequestRegistry
 from .utilities import PendingCall, UtilityRegistry
 
@@ -41,6 +42,7 @@ class Connection:
 
     def __init__(self, dialects: Mapping[int, Dialect], *, call_id_prefix: int, client_index: int = 0) -> None:
         self.dialects: RankDialects = RankDialects(dialects)
+        self.rota: RankRota = RankRota(dialects)
         self._decode = self.dialects.decode_outputs
         self._client_index = client_index
         self.requests: RequestRegistry = RequestRegistry()

@@ -52,16 +52,19 @@ class _Rank:
 class FrontendHandshake:
     """The client's role: answers every expected rank's HELLO and collects its READY and its registration.
 
-    Invariant: a rank is complete exactly when both have arrived, in whichever order.
+    Invariant: a rank is complete exactly when both have arrived, in whichever order. Where somebody else answers the
+    handshake (``answered_elsewhere``), the registration is all there is.
     """
 
     ranks: Iterable[int]
     addresses: EngineAddresses
     expect_local: bool = True
+    answered_elsewhere: bool = False
     _states: dict[int, _Rank] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._states = {rank: _Rank() for rank in self.ranks}
+        stage = HandshakeStage.READY if self.answered_elsewhere else HandshakeStage.WAITING
+        self._states = {rank: _Rank(stage) for rank in self.ranks}
 
     def receive_handshake(self, identity: Frame, payload: Frame) -> bytes | None:
         """Take one message of the handshake socket; the reply to send to ``identity``, or ``None``.

@@ -1,4 +1,4 @@
-"""The listening side of a client: three bound ZeroMQ sockets in a context of their own.
+"""The listening side of a client: its bound ZeroMQ sockets in a context of their own.
 
 Owns the private context, the sockets, the addresses and the directory of the ipc files. Does not know what is said over
 them. Every address is bound first and advertised afterwards, so two clients can never be given the same one.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket as socket_module
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -20,7 +22,7 @@ from anyengine._transport.zmq_socket import ZmqSocket
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Endpoints", "open_endpoints"]
+__all__ = ["Endpoints", "Listeners", "beside", "open_endpoints"]
 
 _ROUTER_OPTIONS = {
     zmq.SNDHWM: 0,
@@ -37,36 +39,56 @@ _ROUTER_OPTIONS = {
 _PULL_OPTIONS = {zmq.RCVHWM: 0}
 
 
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Where a client listens. Each is an address, or the descriptor of a listening socket that somebody hands over
+    (tcp or unix). ``handshake`` is ``None`` where somebody else answers it. ``advertise_host`` replaces the host in the
+    tcp addresses that engines are told."""
+
+    inputs: str | int
+    outputs: str | int
+    handshake: str | None = None
+    advertise_host: str | None = None
+
+
 class Endpoints:
-    """The bound sockets and their addresses: ``handshake`` and ``inputs`` are ROUTERs, ``outputs`` is a PULL.
+    """The bound sockets and their addresses, as engines are told them: ``handshake`` (or ``None``) and ``inputs`` are
+    ROUTERs, ``outputs`` is a PULL.
 
     Made by :func:`open_endpoints`. Belongs to the thread that opened it. Lifetime: until ``close``.
     """
 
-    handshake: ZmqSocket
+    handshake: ZmqSocket | None
     inputs: ZmqSocket
     outputs: ZmqSocket
-    handshake_address: str
+    handshake_address: str | None
     input_address: str
     output_address: str
 
-    def __init__(self, transport: Literal["ipc", "tcp"]) -> None:
+    def __init__(self, listeners: Literal["ipc", "tcp"] | Listeners) -> None:
         with ExitStack() as undo:
-            directory = undo.enter_context(_PrivateDirectory()) if transport == "ipc" else None
+            places = listeners if isinstance(listeners, Listeners) else _own_places(listeners, undo)
+            if isinstance(listeners, Listeners):
+                undo.enter_context(_SocketFiles(places))
             context = zmq.Context()
             # Closes the sockets too, whatever happened before; with zero linger, so nothing waits for unsent data.
             undo.callback(context.destroy, linger=0)
 
-            def bind(name: str, kind: int, options: dict[zmq.SocketOption, int]) -> tuple[ZmqSocket, str]:
+            def bind(place: str | int, kind: int, options: dict[zmq.SocketOption, int]) -> tuple[ZmqSocket, str]:
                 raw = context.socket(kind)
                 for option, value in options.items():
                     raw.set(option, value)
+                if isinstance(place, int):
+                    raw.set(zmq.USE_FD, place)
+                    place = _address_of(place)
                 socket = undo.enter_context(ZmqSocket(raw))
-                return socket, socket.bind(f"ipc://{directory}/{name}" if directory else "tcp://127.0.0.1:*")
+                return socket, _advertised(socket.bind(place), places.advertise_host)
 
-            self.handshake, self.handshake_address = bind("h", zmq.ROUTER, _ROUTER_OPTIONS)
-            self.inputs, self.input_address = bind("i", zmq.ROUTER, _ROUTER_OPTIONS)
-            self.outputs, self.output_address = bind("o", zmq.PULL, _PULL_OPTIONS)
+            self.handshake, self.handshake_address = None, None
+            if places.handshake is not None:
+                self.handshake, self.handshake_address = bind(places.handshake, zmq.ROUTER, _ROUTER_OPTIONS)
+            self.inputs, self.input_address = bind(places.inputs, zmq.ROUTER, _ROUTER_OPTIONS)
+            self.outputs, self.output_address = bind(places.outputs, zmq.PULL, _PULL_OPTIONS)
             self._undo = undo.pop_all()
 
     def close(self) -> None:
@@ -75,7 +97,7 @@ class Endpoints:
         Raises:
             WrongLoopError: called from another thread than the one that opened the endpoints.
         """
-        self.handshake.close()  # first, since it raises before anything is touched in the wrong thread
+        self.inputs.close()  # first, since it raises before anything is touched in the wrong thread
         self._undo.close()
 
     def __enter__(self) -> Self:
@@ -87,17 +109,74 @@ class Endpoints:
         self.close()
 
 
-def open_endpoints(transport: Literal["ipc", "tcp"] = "ipc") -> Endpoints:
-    """Bind a client's three sockets; use it as ``with open_endpoints() as endpoints:``. Needs no event loop.
+def open_endpoints(listeners: Literal["ipc", "tcp"] | Listeners = "ipc") -> Endpoints:
+    """Bind a client's sockets; use it as ``with open_endpoints() as endpoints:``. Needs no event loop.
 
     ``"ipc"`` listens in a directory that only this user can enter, ``"tcp"`` on ports of the loopback interface that
     the system chooses.
 
     Raises:
         BrokenResourceError: a socket could not be bound; the cause is attached.
-        OSError: no directory for ipc files could be made.
+        OSError: no directory for ipc files could be made; or a descriptor is no listening socket.
     """
-    return Endpoints(transport)
+    return Endpoints(listeners)
+
+
+def beside(handshake: str, *, inputs: str | None, outputs: str | None, advertise_host: str | None) -> Listeners:
+    """Listeners for a handshake at a given address: what is not given is a free port of the same interface, or an
+    ``ipc`` socket whose name begins like the handshake's."""
+
+    def default(suffix: str) -> str:
+        if handshake.startswith("tcp://"):
+            return f"{handshake.rpartition(':')[0]}:*"
+        return f"{handshake}.{suffix}"
+
+    return Listeners(inputs or default("i"), outputs or default("o"), handshake, advertise_host)
+
+
+def _own_places(transport: Literal["ipc", "tcp"], undo: ExitStack) -> Listeners:
+    if transport == "tcp":
+        return Listeners(*["tcp://127.0.0.1:*"] * 3)
+    directory = undo.enter_context(_PrivateDirectory())
+    return Listeners(handshake=f"ipc://{directory}/h", inputs=f"ipc://{directory}/i", outputs=f"ipc://{directory}/o")
+
+
+def _address_of(fd: int) -> str:
+    """The ZeroMQ address of a listening socket that was handed over.
+
+    Raises:
+        OSError: it is no socket.
+    """
+    with socket_module.socket(fileno=os.dup(fd)) as handed:
+        name = handed.getsockname()
+        if handed.family == socket_module.AF_UNIX:
+            # An abstract name starts with a null byte, which ZeroMQ spells "@".
+            path = name.decode() if isinstance(name, bytes) else name
+            return f"ipc://{path.replace(chr(0), '@', 1)}"
+    host = f"[{name[0]}]" if ":" in name[0] else name[0]
+    return f"tcp://{host}:{name[1]}"
+
+
+def _advertised(address: str, host: str | None) -> str:
+    if host is None or not address.startswith("tcp://"):
+        return address
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{address.rpartition(':')[2]}"
+
+
+class _SocketFiles:
+    """The files of sockets at given addresses, which libzmq leaves behind; removed on exit."""
+
+    def __init__(self, places: Listeners) -> None:
+        addresses = (places.handshake, places.inputs, places.outputs)
+        self._addresses = [one for one in addresses if isinstance(one, str) and one.startswith("ipc://")]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        for address in self._addresses:
+            with suppress(OSError):  # never bound
+                Path(address.removeprefix("ipc://")).unlink()
 
 
 class _PrivateDirectory:

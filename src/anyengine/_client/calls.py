@@ -1,0 +1,130 @@
+"""Utility calls: named methods of the engines, on one rank or on several.
+
+Owns how a call travels and how replies of several ranks come together. Knows no method but the one that changes
+nothing: names, arguments and results are :mod:`.operations`'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import anyio
+
+from anyengine._protocol import PendingCall
+from anyengine.exceptions import EngineDeadError, EngineUnresponsiveError, UtilityError
+
+from .liveness import PROBE
+from .session import Session
+
+__all__ = ["EngineCalls"]
+
+
+class EngineCalls:
+    """The calls of a client. Lifetime: the client's; every call belongs to the task that makes it."""
+
+    @property
+    def session(self) -> Session:
+        raise NotImplementedError
+
+    def usable_session(self) -> Session:
+        """:attr:`session`, if new calls can be made on it."""
+        raise NotImplementedError
+
+    async def utility(self, method: str, *args: Any, rank: int | None = None) -> Any:
+        """Call a named method of one engine, between two steps of its main loop, and return its result as plain data.
+
+        The engine is that of ``rank``, or the first one that lives. The reply is a fence: the engine has taken every
+        request and abort sent to it before, in order.
+
+        Raises:
+            UtilityError: the engine refused, or the method failed.
+            EncodeError: an argument cannot be encoded; nothing was sent.
+            RequestRejected: there is no such rank.
+            EngineDeadError: the engine died, or the client is closed.
+
+        Cancellation: the call is forgotten and its late reply dropped; the engine may still carry it out.
+        """
+        session = self.usable_session()
+        chosen = session.connection.rota.alive[0] if rank is None else session.check_rank(rank)
+        return (await _call_ranks(session, method, args, [chosen]))[chosen]
+
+    async def utility_on(self, ranks: Iterable[int] | None, method: str, *args: Any) -> dict[int, Any]:
+        """:meth:`utility` on several ranks, by default on all that live; their results by rank.
+
+        Sent to all before any reply is awaited: some calls end on one rank only when the others have them too. Waits
+        for every reply; if one is a failure, or a rank dies meanwhile, the error of the first such rank is raised then.
+
+        Raises:
+            UtilityError, EncodeError, RequestRejected, EngineDeadError: see :meth:`utility`.
+
+        Cancellation: the calls are forgotten; the engines may still carry them out.
+        """
+        session = self.usable_session()
+        alive = session.connection.rota.alive
+        chosen = alive if ranks is None else tuple(map(session.check_rank, dict.fromkeys(ranks)))
+        return await _call_ranks(session, method, args, chosen)
+
+    async def ping(self, timeout_s: float = 10.0, *, rank: int | None = None) -> float:
+        """Ask an engine's main loop (by default: every engine's) for a sign of life; seconds until all had answered.
+
+        A failure is no death: a stopped engine may go on, and its requests with it. (``liveness_timeout_s`` is when the
+        client itself gives up on it.)
+
+        Raises:
+            EngineUnresponsiveError: one has not answered within ``timeout_s``; it may be in a long step.
+            RequestRejected, EngineDeadError: see :meth:`utility`.
+
+        Cancellation: safe.
+        """
+        session = self.usable_session()
+        ranks = session.connection.rota.alive if rank is None else [rank]
+        started_s = anyio.current_time()
+        for asked in ranks:
+            with anyio.move_on_after(timeout_s - (anyio.current_time() - started_s)) as limit, suppress(UtilityError):
+                await self.utility(PROBE, rank=asked)
+            if limit.cancelled_caught:
+                symptom = f"its main loop has not answered within {timeout_s:g} s"
+                raise session.engines[asked].death(symptom, EngineUnresponsiveError)
+        return anyio.current_time() - started_s
+
+    def utility_arity(self, method: str) -> int | None:
+        """How many arguments ``method`` takes at most in the release of every engine that lives; ``None`` if one does
+        not know it."""
+        connection = self.session.connection
+        arities = [connection.utility_arity(method, rank) for rank in connection.rota.alive or connection.ranks]
+        known = [arity for arity in arities if arity is not None]
+        return min(known) if len(known) == len(arities) else None
+
+
+async def _call_ranks(session: Session, method: str, args: Sequence[Any], ranks: Sequence[int]) -> dict[int, Any]:
+    calls: dict[int, PendingCall] = {}
+    unanswered = len(ranks)
+    done = anyio.Event()
+
+    def answered() -> None:
+        nonlocal unanswered
+        unanswered -= 1
+        if not unanswered:
+            done.set()
+
+    try:
+        messages = {}
+        for rank in ranks:  # everything is encoded before anything is sent
+            calls[rank], messages[rank] = session.connection.utility(method, args, rank, answered)
+        for rank, frames in messages.items():
+            try:
+                session.send(rank, frames)
+            except EngineDeadError as exc:
+                calls[rank].error = exc
+                answered()
+        if unanswered:
+            await done.wait()
+    finally:
+        for call in calls.values():
+            session.connection.utilities.forget(call.call_id)
+    for call in calls.values():
+        if call.error is not None:
+            raise call.error
+    return {rank: call.value for rank, call in calls.items()}

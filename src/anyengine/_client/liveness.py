@@ -1,0 +1,128 @@
+"""Which engines are still there, whoever started them.
+
+Owns the signs of life: the connections to both sockets, the dead sentinel, what was heard last, and a call through an
+engine's main loop. A deaf engine (its input thread has ended) and a mute one (its output thread has) are so told from a
+busy one, and a stuck one from both. What follows from a death is the session's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import anyio
+
+from anyengine._protocol.suspicion import Suspicion
+from anyengine._transport.abc import PeerUnreachable
+from anyengine._transport.monitor import PeerMonitor
+from anyengine._wire import engine_identity
+from anyengine.exceptions import EngineDeadError, EngineUnresponsiveError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .session import Session
+
+__all__ = ["PROBE", "Liveness"]
+
+PROBE = "is_sleeping"
+"""A call that every release has, that changes nothing, and that only the main loop can answer. A refusal is an answer
+too."""
+
+
+class Liveness:
+    """See the module. Lifetime: one session, whose tasks run the methods that wait."""
+
+    def __init__(self, session: Session, ranks: Iterable[int]) -> None:
+        self._session = session
+        self.suspicion: Suspicion = Suspicion(ranks)
+        self.last_heard_s: dict[int, float] = dict.fromkeys(ranks, anyio.current_time())
+        self._connections_changed = anyio.Event()
+
+    async def watch_connections(self, link: Literal["input", "output"], monitor: PeerMonitor) -> None:
+        """Follow the connections of one socket, from before the first engine is started."""
+        async for event in monitor:
+            if event.kind == "connected":
+                self.suspicion.connected(link, event.connection)
+            else:
+                self.suspicion.disconnected(link, event.connection)
+                self.investigate()
+            self._connections_changed.set()
+            self._connections_changed = anyio.Event()
+
+    async def watch_main_loop(self, rank: int, limit_s: float) -> None:
+        """Ask a rank that has been silent for half the limit; it is lost when it does not answer within the other
+        half."""
+        while rank in self._session.connection.rota.serving:
+            silence_s = anyio.current_time() - self.last_heard_s[rank]
+            if silence_s < limit_s / 2:
+                await anyio.sleep(limit_s / 2 - silence_s)
+                continue
+            asked_s = anyio.current_time()
+            self._ask(rank)
+            # In two steps: should our own loop be held up, what has arrived meanwhile is read before the second one.
+            for _ in range(2):
+                await anyio.sleep(limit_s / 4)
+            if self.last_heard_s[rank] < asked_s:
+                symptom = f"its main loop has not answered for {limit_s:g} s"
+                self._session.bury(rank, symptom, EngineUnresponsiveError)
+
+    async def outputs_settled(self) -> None:
+        """Wait until nobody but the ranks that serve is connected to the output socket: what the others sent is here.
+
+        Cancellation: safe.
+        """
+        while self.suspicion.surplus_outputs() > 0:
+            await self._connections_changed.wait()
+
+    def sentinel(self) -> None:
+        """A dead sentinel has arrived; it does not say whose."""
+        self.suspicion.sentinel()
+        self.investigate()
+
+    def investigate(self) -> None:
+        """Find out who is gone, once the engines are ready; before that, their handshake fails."""
+        if not self._session.is_ready:
+            return
+        self._convict()
+        for rank in self.suspicion.suspects:
+            self._ask(rank)
+
+    def _ask(self, rank: int) -> None:
+        session = self._session
+        count = self.suspicion.count
+
+        def answered() -> None:
+            if not isinstance(call.error, EngineDeadError):
+                self.suspicion.cleared(rank, count)
+                self._convict()
+
+        call, frames = session.connection.utility(PROBE, (), rank, answered)
+        try:
+            session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
+        except PeerUnreachable:
+            session.connection.utilities.forget(call.call_id)
+            session.bury(rank, "its input connection is gone")
+
+    def _convict(self) -> None:
+        while (found := self.suspicion.guilty()) is not None:
+            self._session.bury(*found)
+
+    async def wait_answering(self, rank: int) -> None:
+        """Wait until ``rank`` answers a call: one that connects again does so at a time of its own.
+
+        Cancellation: the call is forgotten.
+        """
+        session = self._session
+        answered = anyio.Event()
+        while not answered.is_set():
+            call, frames = session.connection.utility(PROBE, (), rank, answered.set)
+            try:
+                session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
+                await answered.wait()
+            except PeerUnreachable:
+                await anyio.sleep(_RETRY_S)
+            finally:
+                session.connection.utilities.forget(call.call_id)
+
+
+_RETRY_S = 0.02

@@ -1,0 +1,224 @@
+"""From nothing to engines that take requests: processes started, handshakes served, dialects settled.
+
+Owns the order of a start and what its failures become. Whoever calls it stops what it has started.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+
+import anyio
+import msgspec
+
+from anyengine._process.attached import AttachedRank
+from anyengine._process.launch import launch_engine
+from anyengine._process.supervisor import SupervisedEngine
+from anyengine._protocol import Connection, FrontendHandshake
+from anyengine._transport.abc import MessageSocket, PeerUnreachable
+from anyengine._transport.endpoints import Listeners, beside
+from anyengine._wire import EngineAddresses, engine_identity, newer_than_known, rank_of
+from anyengine.config import (
+    AttachedEngine,
+    EngineSettings,
+    InheritedEngine,
+    LaunchedEngine,
+    RemoteEngine,
+    RunningEngine,
+)
+from anyengine.exceptions import EngineError, RemoteProtocolError
+
+from .session import Session
+from .settings import ClientState
+
+__all__ = ["listeners_for", "start_engines"]
+
+_logger = logging.getLogger("anyengine.client")
+
+_PROBE_LIMIT_S = 30.0  # an engine that has just become ready has nothing else to do
+
+
+def listeners_for(engines: tuple[EngineSettings, ...]) -> Listeners | None:
+    """Where the client listens for ``engines``; ``None``: in a place of its own."""
+    match engines[0]:
+        case RemoteEngine() as engine:
+            return beside(
+                engine.handshake, inputs=engine.inputs, outputs=engine.outputs, advertise_host=engine.advertise_host
+            )
+        case RunningEngine() as engine:
+            return Listeners(engine.inputs, engine.outputs)
+        case InheritedEngine() as engine:
+            return Listeners(engine.input_fd, engine.output_fd)
+        case _:
+            return None
+
+
+async def start_engines(session: Session) -> None:
+    """Start or await every engine of the session, until all of them take requests.
+
+    Raises:
+        EngineStartupError: one did not become ready (:class:`StartupTimeout`: in time).
+        EngineDeadError: one died right behind its handshake.
+
+    Cancellation: at any point; what was started is the session's, which stops it.
+    """
+    with anyio.move_on_after(session.settings.startup_timeout_s) as deadline:
+        handshake = _take_over_engines(session)
+        if (failure := await _shake_hands(session, handshake)) is not None:
+            raise failure
+        session.registrations = handshake.registrations
+        session.connection = Connection(handshake.dialects, call_id_prefix=secrets.randbits(31))
+        await session.tasks.start(session.own, session.drain_outputs)
+        if isinstance(session.settings.engines[0], RunningEngine):
+            for rank in session.ranks:
+                await session.liveness.wait_answering(rank)
+        _be_ready(session)
+    if deadline.cancelled_caught:
+        raise _too_late(session, handshake)
+    await _settle_dialects(session)
+
+
+def _be_ready(session: Session) -> None:
+    if session.cause is None:
+        session.state = ClientState.READY
+    # It died between READY and here, when it was still taken for a start-up failure; or one of its threads did.
+    for engine in session.children:
+        if engine.child.exited.is_set():
+            session.bury(engine.rank)
+    session.liveness.investigate()
+    if (limit_s := session.settings.liveness_timeout_s) is not None:
+        for rank in session.ranks:
+            session.tasks.start_soon(session.own, session.liveness.watch_main_loop, rank, limit_s)
+
+
+# ------------------------------------------------------------------------------ who is expected
+
+
+def _take_over_engines(session: Session) -> FrontendHandshake:
+    """Start what is ours to start, note what is not; the handshake to be served."""
+    first = session.settings.engines[0]
+    endpoints = session.endpoints
+    if isinstance(first, AttachedEngine):
+        where = endpoints.handshake_address or endpoints.input_address
+        for rank in session.ranks:
+            session.engines[rank] = AttachedRank(rank, where)
+    else:
+        for rank, engine in enumerate(session.settings.engines):
+            assert not isinstance(engine, AttachedEngine)
+            _start_process(session, rank, engine)
+    handshake = FrontendHandshake(
+        session.ranks,
+        EngineAddresses(inputs=[endpoints.input_address], outputs=[endpoints.output_address]),
+        expect_local=not isinstance(first, AttachedEngine),
+        answered_elsewhere=endpoints.handshake is None,
+    )
+    if isinstance(first, RunningEngine):
+        _register_again(handshake, first.registrations)
+    return handshake
+
+
+def _start_process(session: Session, rank: int, engine: LaunchedEngine) -> None:
+    assert session.endpoints.handshake_address is not None
+    child = launch_engine(engine, handshake_address=session.endpoints.handshake_address, rank=rank)
+    try:
+        supervised = SupervisedEngine(rank, child, session.settings.on_progress)
+    except BaseException:
+        # on_progress has been called, and may raise KeyboardInterrupt; nobody else knows the child yet.
+        child.reap()
+        raise
+    session.take_over(supervised)
+
+
+def _register_again(handshake: FrontendHandshake, registrations: Mapping[int, Mapping[str, object]]) -> None:
+    for rank, registration in registrations.items():
+        handshake.receive_registration(engine_identity(rank), msgspec.msgpack.encode(dict(registration)))
+
+
+# ------------------------------------------------------------------------------- the handshake
+
+
+async def _shake_hands(session: Session, handshake: FrontendHandshake) -> EngineError | None:
+    """Serve the handshake sockets until every rank is complete; the reason if that cannot be any more."""
+    failure: EngineError | None = None
+
+    def settle(reason: EngineError | None) -> None:
+        nonlocal failure
+        failure = failure or reason
+        race.cancel_scope.cancel()
+
+    async def serve(socket: MessageSocket, *, registration: bool) -> None:
+        while True:
+            for identity, payload, *_ in await socket.drain():
+                try:
+                    if registration:
+                        handshake.receive_registration(identity, payload)
+                    elif reply := handshake.receive_handshake(identity, payload):
+                        with suppress(PeerUnreachable):  # gone already: its exit, or the deadline, tells more
+                            socket.send_nowait([identity, reply])
+                except RemoteProtocolError as exc:
+                    return settle(_speaker(session, bytes(identity)).handshake_error(exc))
+                _note_stages(session, handshake)
+                if not handshake.pending:
+                    return settle(None)
+
+    async def await_exit(engine: SupervisedEngine) -> None:
+        await session.wait_unwatched(engine)
+        settle(engine.startup_error() if session.cause is None else session.cause.for_waiter())
+
+    if not handshake.pending:
+        return None
+    async with anyio.create_task_group() as race:
+        if session.endpoints.handshake is not None:
+            race.start_soon(lambda socket: serve(socket, registration=False), session.endpoints.handshake)
+        race.start_soon(lambda: serve(session.endpoints.inputs, registration=True))
+        for engine in session.children:
+            race.start_soon(await_exit, engine)
+    return failure
+
+
+def _speaker(session: Session, identity: bytes) -> SupervisedEngine | AttachedRank:
+    """The engine that said it, or, if its identity is none that is expected, the first one."""
+    with suppress(RemoteProtocolError):
+        rank = rank_of(identity)
+        if rank in session.engines:
+            return session.engines[rank]
+    return session.engines[session.ranks[0]]
+
+
+def _note_stages(session: Session, handshake: FrontendHandshake) -> None:
+    for rank, engine in session.engines.items():
+        if isinstance(engine, AttachedRank):
+            engine.stage = handshake.stage(rank).value
+
+
+def _too_late(session: Session, handshake: FrontendHandshake) -> EngineError:
+    late = handshake.pending or session.ranks
+    others = f" ({len(late)} of {len(session.ranks)} are not: {', '.join(map(str, late))})" if session.ranks[1:] else ""
+    return session.engines[late[0]].startup_timeout(session.settings.startup_timeout_s, others)
+
+
+# -------------------------------------------------------------------------------- the dialects
+
+
+async def _settle_dialects(session: Session) -> None:
+    """Ask the ranks whose release their registration leaves open; warn of those that are newer than we know."""
+    connection = session.connection
+    for rank, ready in session.registrations.items():
+        if (warning := newer_than_known(ready)) is not None:
+            _logger.warning("engine %d: %s", rank, warning)
+        if (method := connection.dialects[rank].probe) is None:
+            continue
+        answered = anyio.Event()
+        call, frames = connection.utility(method, (), rank, answered.set)
+        with suppress(PeerUnreachable):  # it is being buried, which fails the call
+            session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
+        with anyio.move_on_after(_PROBE_LIMIT_S) as limit:
+            await answered.wait()
+        if limit.cancelled_caught:
+            raise session.engines[rank].startup_timeout(_PROBE_LIMIT_S)
+        if session.cause is not None:
+            raise session.cause.for_waiter()
+        if rank not in session.deaths:
+            connection.dialects.probed(rank, found=call.error is None)
