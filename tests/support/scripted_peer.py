@@ -17,7 +17,6 @@ import msgspec
 import zmq
 
 pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
-IDENTITY = b"\x00\x00"
 READY_RESPONSE = {
     "max_model_len": 64,
     "num_gpu_blocks": 1,
@@ -32,12 +31,13 @@ class Peer:
 
     def __init__(self) -> None:
         launch = json.loads(sys.stdin.readline())
+        self.rank: int = launch.get("rank", 0)
         self.context = zmq.Context()
         self.handshake = self._dealer(launch["handshake_address"])
 
     def _dealer(self, address: str) -> zmq.Socket[bytes]:
         socket = self.context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, IDENTITY)
+        socket.setsockopt(zmq.IDENTITY, self.rank.to_bytes(2, "little"))
         socket.connect(address)
         return socket
 
@@ -68,10 +68,10 @@ class Peer:
 
     def send_tokens(self, request_id: str, token_ids: list[int], finish_reason: int | None = None) -> None:
         output = [request_id, token_ids, None, None, None, finish_reason]
-        self.outputs.send(pack([0, [output], None, 0.0, None]))
+        self.outputs.send(pack([self.rank, [output], None, 0.0, None]))
 
     def reply(self, call_id: int, result: Any) -> None:
-        self.outputs.send(pack([0, [], None, 0.0, [call_id, None, [None, result]]]))
+        self.outputs.send(pack([self.rank, [], None, 0.0, [call_id, None, [None, result]]]))
 
 
 def exit_at(peer: Peer, stage: str, code: str) -> None:
@@ -237,6 +237,21 @@ def registers_with(peer: Peer, fields: str) -> None:
     signal.pause()
 
 
+def hands_back(peer: Peer, fields: str) -> None:
+    """A registration with these fields (JSON) besides the usual ones; answers each call with the last ADD."""
+    peer.hello()
+    peer.init()
+    peer.inputs.send(pack({**READY_RESPONSE, **json.loads(fields)}))
+    peer.ready()
+    added: list[Any] = []
+    while True:
+        kind, payload = peer.receive()
+        if kind == b"\x00":
+            added = payload
+        else:
+            peer.reply(payload[1], added)
+
+
 def vanish(peer: Peer, marker: str) -> None:
     """Says HELLO, hangs up, makes the file ``marker`` and, once that is gone, exits with code 3."""
     peer.hello()
@@ -349,8 +364,8 @@ BEHAVIOURS = {
     function.__name__: function
     for function in (
         exit_at, nonsense, silent, dead_after_ready, late_outputs, notify, slow_calls, record, grandchild,
-        registers_with, vanish, undecodable, unreadable_reply, dead_but_talking, flood, talkative, model_at, loses_link,
-        old_release,
+        registers_with, hands_back, vanish, undecodable, unreadable_reply, dead_but_talking, flood, talkative, model_at,
+        loses_link, old_release,
     )
 }  # fmt: skip
 

@@ -21,6 +21,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from anyengine._process.attached import AttachedRank
 from anyengine._process.supervisor import SupervisedEngine
 from anyengine._protocol import Connection, DeadSentinel, Frames, MalformedMessage, UtilityReply
+from anyengine._protocol.suspicion import SENTINEL
 from anyengine._transport.abc import Message, PeerUnreachable
 from anyengine._transport.endpoints import Endpoints
 from anyengine._wire import EngineCoreOutputs, EngineCoreReadyResponse, OutputBatch, engine_identity
@@ -308,9 +309,10 @@ class Session:
     async def _bury(self, rank: int) -> None:
         """Learn how the rank ended and take what it still sent, then tell of its death."""
         symptom, kind = self._dying[rank]
+        engine = self.engines[rank]
         if kind is EngineDeadError:  # a stuck one does not end
             with anyio.move_on_after(_LAST_WORDS_S):
-                await self.engines[rank].wait_ended()
+                await engine.wait_ended()
                 await self.liveness.outputs_settled()
         async with self._burials:
             if self.cause is not None:
@@ -320,11 +322,13 @@ class Session:
                 while messages := self.endpoints.outputs.drain_nowait():
                     self.receive(messages)
                     await anyio.lowlevel.checkpoint()
-            if self._lose(rank, self.engines[rank].death(symptom, kind)):
+            if self._lose(rank, engine.death(symptom, kind)):
                 self._drain_scope, self._drained = anyio.CancelScope(), anyio.Event()
                 self.tasks.start_soon(self.own, self.drain_outputs)
             else:
                 self.endpoints.outputs.close()  # nobody listens any more: what still comes must not fill our memory
+        if symptom is not None and symptom != SENTINEL and isinstance(engine, SupervisedEngine):
+            engine.child.terminate()  # of no use any more, and it would never end by itself
 
     def _lose(self, rank: int, death: EngineDeadError) -> bool:
         """Tell of a rank's death; whether the session goes on without it."""

@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
-__all__ = ["Evidence", "Suspicion"]
+__all__ = ["SENTINEL", "Evidence", "Suspicion"]
 
 Evidence: TypeAlias = Literal["input", "output", "sentinel"]
+
+SENTINEL = "it sent ENGINE_CORE_DEAD"
+"""The symptom of an engine that has said so itself; it ends by itself, too."""
 
 _SYMPTOMS: dict[Evidence, str] = {
     "input": "its input connection is gone",
     "output": "its output connection is gone",
-    "sentinel": "it sent ENGINE_CORE_DEAD",
+    "sentinel": SENTINEL,
 }
 
 
