@@ -67,6 +67,11 @@ class RequestStream:
         """The caller's label, or the one the client made; ``None`` before the request is sent."""
         return self._label
 
+    @property
+    def rank(self) -> int | None:
+        """The rank that runs it; ``None`` before the request is sent."""
+        return None if self._state is None else self._state.rank
+
     # ------------------------------------------------------------------- context
 
     async def __aenter__(self) -> Self:
