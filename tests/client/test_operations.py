@@ -113,8 +113,11 @@ CALLS: list[tuple[str, tuple[Any, ...], str, list[Any]]] = [
     ("reset_encoder_cache", (), "reset_encoder_cache", []),
     ("reset_mm_cache", (), "reset_mm_cache", []),
     ("update_weight_version", ("v2",), "set_weight_version", ["v2"]),
-    ("start_profile", ("p",), "profile", [True, "p"]),
+    ("start_profile", ("p", 1, 2), "profile", [True, "p", 1, 2]),
     ("stop_profile", (), "profile", [False]),
+    ("execute_dummy_batch", (), "execute_dummy_batch", []),
+    ("release_kv_cache_memory", (), "release_kv_cache_memory", []),
+    ("save_sharded_state", ("/d", None, 9), "save_sharded_state", ["/d", None, 9]),
     ("resume_generation", (), "resume_scheduler", []),
     ("pause_generation", (), "pause_generation", ["abort", True]),
 ]
@@ -128,7 +131,11 @@ async def test_names_and_arguments_on_the_wire(tmp_path: Path) -> None:
         async with EngineClient(engine=misbehaving("record", str(path))) as client:  # it answers "ok" to everything
             for name, args, _, _ in CALLS:
                 await getattr(client, name)(*args)
-            for name, args in (("add_lora", (lora,)), ("remove_lora", (3,)), ("pin_lora", (3,)), ("list_loras", ())):
+            typed: list[tuple[str, tuple[Any, ...]]] = [
+                ("add_lora", (lora,)), ("remove_lora", (3,)), ("pin_lora", (3,)), ("list_loras", ()),
+                ("compute_weight_checksums", ()), ("get_kv_cache_group_metadata", ()),
+            ]  # fmt: skip
+            for name, args in typed:
                 with pytest.raises(UtilityError, match="returned 'ok'"):
                     await getattr(client, name)(*args)
             with pytest.raises(UtilityError, match="returned 'ok'"):
@@ -140,5 +147,26 @@ async def test_names_and_arguments_on_the_wire(tmp_path: Path) -> None:
         ["remove_lora", [3]],
         ["pin_lora", [3]],
         ["list_loras", []],
+        ["compute_weight_checksums", []],
+        ["get_kv_cache_group_metadata", []],
         ["collective_rpc", ["check_health", 5.0, [1], {"a": 2}]],
     ]
+
+
+@pytest.mark.feature("C38")
+async def test_an_argument_that_the_release_does_not_take_is_not_dropped(tmp_path: Path) -> None:
+    """Before 0.17 ``sleep`` knows no mode: to send it without would abort what was to be awaited."""
+    path = tmp_path / "received"
+    with anyio.fail_after(30):
+        async with EngineClient(engine=misbehaving("record", str(path), "0.16.0")) as client:
+            await client.sleep(2)
+            with pytest.raises(
+                UtilityError, match=r"takes 1 of the arguments \(2, 'wait'\) of 'sleep'.*nothing was sent"
+            ):
+                await client.sleep(2, "wait")
+            with pytest.raises(UtilityError, match="nothing was sent"):
+                await client.pause_generation(mode="keep")
+            with pytest.raises(UtilityError, match="no utility method 'get_weight_version'; nothing was sent"):
+                await client.get_weight_version()
+    sent = [payload[2:] for _, payload in map(json.loads, (await anyio.Path(path).read_text()).splitlines())]
+    assert sent == [["sleep", [2]]]

@@ -170,9 +170,12 @@ def slow_calls(peer: Peer) -> None:
                 waiting.append(payload[1])
 
 
-def record(peer: Peer, path: str) -> None:
+def record(peer: Peer, path: str, version: str = "0.33.0") -> None:
     """Appends what it receives to ``path``, one JSON line for each message; never generates anything; answers calls."""
-    peer.start()
+    peer.hello()
+    peer.init()
+    peer.inputs.send(pack({**READY_RESPONSE, "vllm_version": version}))
+    peer.ready()
     names = {b"\x00": "add", b"\x01": "abort", b"\x03": "utility"}
     with Path(path).open("a", buffering=1) as log:
         while True:

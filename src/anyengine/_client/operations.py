@@ -26,6 +26,14 @@ T = TypeVar("T")
 
 _RESUME_LIMIT_S = 30.0
 
+_LATER_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "pause_scheduler": ("abort", True),
+    "profile": (None, None, None),
+    "reset_prefix_cache": (False,),
+    "sleep": ("abort",),
+}
+"""Arguments that not every release takes, with the value that stands for what those releases do anyway."""
+
 
 class _Caller(Protocol):
     async def utility_on(self, ranks: Iterable[int] | None, method: str, *args: Any) -> dict[int, Any]: ...
@@ -96,9 +104,16 @@ class EngineOperations:
             self._expect_aborts()
         await self._call("sleep", level, mode)
 
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory back: all of it, or of ``"weights"``, ``"kv_cache"``, ``"scheduling"``."""
-        await self._call("wake_up", None if tags is None else list(tags))
+    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Take memory back: all of it, or that of ``"weights"``, ``"kv_cache"``, ``"scheduling"``. Whether all of it is
+        back, where the release says so; ``True`` where it does not."""
+        answers = await self._call("wake_up", None if tags is None else list(tags))
+        return all(answer is not False for answer in answers.values())
+
+    async def release_kv_cache_memory(self) -> None:
+        """Give the memory of the KV cache back, weights aside. Needs a pause that is complete; kept requests are
+        computed again after :meth:`wake_up`."""
+        await self._call("release_kv_cache_memory")
 
     async def is_sleeping(self) -> bool:
         """Whether the engine sleeps, or is paused."""
@@ -146,6 +161,15 @@ class EngineOperations:
         version: str | None = await self._agreed(optional_str, "get_weight_version")
         return version
 
+    async def compute_weight_checksums(self) -> list[dict[str, str]]:
+        """Checksums of the weights by name, for each worker in the order of ranks and workers."""
+        results = await self._typed(list[dict[str, str]], "compute_weight_checksums")
+        return [result for of_rank in results.values() for result in of_rank]
+
+    async def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+        """Write each worker's weights to ``path``, a directory on the engine's host; ``max_size`` bytes a file."""
+        await self._call("save_sharded_state", path, pattern, max_size)
+
     async def collective_rpc(
         self,
         method: str,
@@ -175,9 +199,19 @@ class EngineOperations:
         """What the engine's model can do: ``"generate"``, ``"embed"``, ..."""
         return await self._agreed(tuple[str, ...], "get_supported_tasks")
 
-    async def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Start the engine's profiler."""
-        await self._call("profile", True, profile_prefix)
+    async def execute_dummy_batch(self) -> None:
+        """Run the model once on nothing: a warm-up, or an idle rank's part in a collective step."""
+        await self._call("execute_dummy_batch")
+
+    async def get_kv_cache_group_metadata(self) -> list[dict[str, Any]]:
+        """What each group of the KV cache is: ``group_idx``, ``kind``, ``block_size`` (tokens), ``sliding_window``."""
+        return await self._agreed(list[dict[str, Any]], "get_kv_cache_group_metadata")
+
+    async def start_profile(
+        self, profile_prefix: str | None = None, delay_iterations: int | None = None, max_iterations: int | None = None
+    ) -> None:
+        """Start the engine's profiler; after so many steps, and for so many."""
+        await self._call("profile", True, profile_prefix, delay_iterations, max_iterations)
 
     async def stop_profile(self) -> None:
         """Stop the engine's profiler."""
@@ -190,7 +224,14 @@ class EngineOperations:
         arity = self._caller.utility_arity(method)
         if arity is None:
             raise UtilityError(
-                f"the engine's release has no utility method {method!r}; nothing was sent", method=method, rank=0
+                f"the engine's release has no utility method {method!r}; nothing was sent", method=method
+            )
+        surplus = args[arity:]
+        if surplus and surplus != _LATER_ARGUMENTS[method][-len(surplus) :]:
+            raise UtilityError(
+                f"the engine's release takes {arity} of the arguments {args!r:.200} of {method!r}: without the others "
+                "it would do something else; nothing was sent",
+                method=method,
             )
         return await self._caller.utility_on(ranks, method, *args[:arity])
 
