@@ -160,19 +160,23 @@ class EngineCoreClient(EngineCalls):
             LocalProtocolError: the request id is alive already.
         """
         session = self.usable_session()
+        connection = session.connection
         wanted = request.data_parallel_rank if rank is None else rank
         while True:
-            chosen = session.connection.rota.next() if wanted is None else session.check_rank(wanted)
-            frames = session.connection.add(request, chosen, self._batch if consumer is None else consumer)
+            chosen = connection.rota.next() if wanted is None else session.check_rank(wanted)
+            frames = connection.add(request, chosen, self._batch if consumer is None else consumer)
+            sent = False
             try:
                 session.send(chosen, frames)
-            except BaseException as exc:
-                session.connection.requests.close(request.request_id)
+                sent = True
+                return chosen
+            except EngineDeadError:
                 # Nothing was sent: another rank may have it, unless the caller wants this one.
-                if wanted is None and isinstance(exc, EngineDeadError) and session.connection.rota.serving:
-                    continue
-                raise
-            return chosen
+                if wanted is not None or not connection.rota.serving:
+                    raise
+            finally:
+                if not sent:
+                    connection.requests.close(request.request_id)
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """Abort requests by wire id. Synchronous: it may stand in a ``finally``. Ids that are not alive are ignored.
