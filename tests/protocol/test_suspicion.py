@@ -77,6 +77,23 @@ def test_what_a_dead_engine_had_is_no_evidence_against_the_others() -> None:
     assert suspicion.surplus_outputs() == 0
 
 
+def test_a_sentinel_that_is_read_after_its_engines_exit_was_seen() -> None:
+    suspicion = connected(3)
+    suspicion.retired(2)
+    suspicion.sentinel()
+    assert suspicion.suspects == ()
+    suspicion.sentinel()  # one has said it; this is another's
+    assert suspicion.suspects == (0, 1)
+
+
+def test_an_engine_that_has_ended_says_nothing_any_more() -> None:
+    suspicion = connected(2)
+    suspicion.retired(1)
+    suspicion.ended(1)
+    suspicion.sentinel()
+    assert suspicion.guilty() == (0, "it sent ENGINE_CORE_DEAD")
+
+
 def test_a_sentinel_is_owned_by_whoever_ends_next() -> None:
     suspicion = connected(2)
     suspicion.sentinel()

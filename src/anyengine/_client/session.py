@@ -322,6 +322,8 @@ class Session:
                 while messages := self.endpoints.outputs.drain_nowait():
                     self.receive(messages)
                     await anyio.lowlevel.checkpoint()
+            if isinstance(engine, SupervisedEngine) and engine.child.exited.is_set():
+                self.liveness.suspicion.ended(rank)
             if self._lose(rank, engine.death(symptom, kind)):
                 self._drain_scope, self._drained = anyio.CancelScope(), anyio.Event()
                 self.tasks.start_soon(self.own, self.drain_outputs)

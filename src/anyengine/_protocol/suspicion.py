@@ -34,6 +34,7 @@ class Suspicion:
         self._serving = set(ranks)
         self._connections: dict[Evidence, set[int]] = {"input": set(), "output": set()}
         self._sentinels = 0
+        self._may_still_say_so: set[int] = set()  # ranks that serve no more, and whose sentinel may be on its way
         self._suspects: dict[Evidence, dict[int, int]] = {"input": {}, "output": {}, "sentinel": {}}
         self.count: int = 0
         """How many pieces of evidence there have been; a call is made at a count, and its answer clears up to it."""
@@ -50,9 +51,12 @@ class Suspicion:
         self._suspect_all(link)
 
     def sentinel(self) -> None:
-        """An engine has said that it is dead."""
-        self._sentinels += 1
-        self._suspect_all("sentinel")
+        """An engine has said that it is dead. If one that serves no more can have said it, it is no evidence."""
+        if self._may_still_say_so:
+            self._may_still_say_so.pop()
+        else:
+            self._sentinels += 1
+            self._suspect_all("sentinel")
 
     def cleared(self, rank: int, count: int) -> None:
         """``rank`` has answered a call that was made when ``count`` pieces of evidence were there."""
@@ -61,13 +65,20 @@ class Suspicion:
                 del suspects[rank]
 
     def retired(self, rank: int) -> None:
-        """``rank`` serves no more, for whatever reason: a sentinel that nobody owns up to was its."""
+        """``rank`` serves no more, for whatever reason: a sentinel that nobody owns up to was its, or may yet come."""
         self._serving.discard(rank)
-        self._sentinels = max(0, self._sentinels - 1)
+        if self._sentinels:
+            self._sentinels -= 1
+        else:
+            self._may_still_say_so.add(rank)
         for kind, suspects in self._suspects.items():
             suspects.pop(rank, None)
             if self._missing(kind) <= 0:
                 suspects.clear()
+
+    def ended(self, rank: int) -> None:
+        """``rank``'s process has ended, and everything that it sent has been read."""
+        self._may_still_say_so.discard(rank)
 
     @property
     def suspects(self) -> tuple[int, ...]:
