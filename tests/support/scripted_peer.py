@@ -220,6 +220,12 @@ def loses_link(peer: Peer, link: str) -> None:
     signal.pause()
 
 
+def deaf_ears(peer: Peer) -> None:
+    """Becomes ready, and takes no notice of anything."""
+    peer.start()
+    signal.pause()
+
+
 def grandchild(peer: Peer) -> None:
     """Starts a process of its own that would outlive it, and says so on stderr."""
     pid = os.fork()
@@ -367,8 +373,8 @@ BEHAVIOURS = {
     function.__name__: function
     for function in (
         exit_at, nonsense, silent, dead_after_ready, late_outputs, notify, slow_calls, record, grandchild,
-        registers_with, hands_back, vanish, undecodable, unreadable_reply, dead_but_talking, flood, talkative, model_at,
-        loses_link, old_release,
+        registers_with, deaf_ears, hands_back, vanish, undecodable, unreadable_reply, dead_but_talking, flood, talkative,
+        model_at, loses_link, old_release,
     )
 }  # fmt: skip
 

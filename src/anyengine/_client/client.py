@@ -40,8 +40,8 @@ class EngineClient(EngineOperations):
         model: what the embedded engine serves: an alias, a local directory, a GGUF file or a Hub id. ``None``: the
             default model, SmolLM2-135M-Instruct.
         engine: a fully described engine instead of ``model``, or several: the data-parallel ranks of one client.
-        startup_timeout_s, shutdown_grace_s, liveness_timeout_s, on_death, on_progress, on_notification: see
-            :class:`EngineCoreClient`.
+        startup_timeout_s, shutdown_grace_s, liveness_timeout_s, max_unread_bytes, on_death, on_progress,
+            on_notification: see :class:`EngineCoreClient`.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class EngineClient(EngineOperations):
         startup_timeout_s: float = 600.0,
         shutdown_grace_s: float | None = None,
         liveness_timeout_s: float | None = 300.0,
+        max_unread_bytes: int = 256 << 20,
         on_death: Literal["report", "cancel"] = "report",
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
@@ -65,6 +66,7 @@ class EngineClient(EngineOperations):
             startup_timeout_s=startup_timeout_s,
             shutdown_grace_s=shutdown_grace_s,
             liveness_timeout_s=liveness_timeout_s,
+            max_unread_bytes=max_unread_bytes,
             on_death=on_death,
             on_progress=on_progress,
             on_notification=on_notification,

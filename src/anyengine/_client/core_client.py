@@ -30,6 +30,7 @@ from anyengine.exceptions import (
     ClientClosedError,
     EngineDeadError,
     OutputProcessingError,
+    OverloadedError,
 )
 
 from .calls import EngineCalls
@@ -83,6 +84,8 @@ class EngineCoreClient(EngineCalls):
             which has workers to end. Engines that were joined live on.
         liveness_timeout_s: how long an engine's main loop may leave a call unanswered, in a step of its work for one,
             before it is given up as stuck. ``None``: for ever.
+        max_unread_bytes: how much may be on its way to one engine: sent, and not known to have been read. Beyond it,
+            :class:`EngineClient` waits before it sends a request, and :meth:`add` refuses.
         on_death: ``"report"`` leaves the block running when the last engine dies (calls raise, :meth:`wait_dead`
             returns); ``"cancel"`` cancels the block after all waiters have been told, and raises the cause from it.
         on_progress: called with each start-up status of the engine.
@@ -96,6 +99,7 @@ class EngineCoreClient(EngineCalls):
         startup_timeout_s: float = 600.0,
         shutdown_grace_s: float | None = None,
         liveness_timeout_s: float | None = 300.0,
+        max_unread_bytes: int = 256 << 20,
         on_death: Literal["report", "cancel"] = "report",
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
@@ -104,12 +108,15 @@ class EngineCoreClient(EngineCalls):
             raise ValueError(f"on_death={on_death!r} must be 'report' or 'cancel'")
         if liveness_timeout_s is not None and not liveness_timeout_s > 0:
             raise ValueError(f"liveness_timeout_s={liveness_timeout_s!r} must be above 0, or None for no limit")
+        if max_unread_bytes < 1:
+            raise ValueError(f"max_unread_bytes={max_unread_bytes!r} must be at least 1")
         engines = _engines(engine)
         self._settings = SessionSettings(
             engines=engines,
             startup_timeout_s=startup_timeout_s,
             shutdown_grace_s=_default_grace_s(engines) if shutdown_grace_s is None else shutdown_grace_s,
             liveness_timeout_s=liveness_timeout_s,
+            max_unread_bytes=max_unread_bytes,
             on_death=on_death,
             on_progress=on_progress,
             on_notification=on_notification,
@@ -156,6 +163,7 @@ class EngineCoreClient(EngineCalls):
         Raises:
             RequestRejected: there is no such rank.
             EncodeError: a value cannot be encoded; nothing was sent and nothing is registered.
+            OverloadedError: the engine reads too slowly; see :meth:`wait_room`.
             EngineDeadError: the engine died, or the client is closed.
             LocalProtocolError: the request id is alive already.
         """
@@ -163,11 +171,14 @@ class EngineCoreClient(EngineCalls):
         connection = session.connection
         wanted = request.data_parallel_rank if rank is None else rank
         while True:
-            chosen = connection.rota.next() if wanted is None else session.check_rank(wanted)
+            chosen = self._choose_rank(session) if wanted is None else session.check_rank(wanted)
+            if not session.send_budget.has_room(chosen) and chosen in connection.rota.serving:
+                raise _overloaded(chosen, self._settings.max_unread_bytes)
             frames = connection.add(request, chosen, self._batch if consumer is None else consumer)
             sent = False
             try:
                 session.send(chosen, frames)
+                session.send_budget.charge(chosen, sum(map(len, frames)))
                 sent = True
                 return chosen
             except EngineDeadError:
@@ -177,6 +188,13 @@ class EngineCoreClient(EngineCalls):
             finally:
                 if not sent:
                     connection.requests.close(request.request_id)
+
+    async def wait_room(self) -> None:
+        """Wait until an engine has room for a request; see ``max_unread_bytes``. Returns at once in ordinary times.
+
+        Cancellation: safe.
+        """
+        await self.usable_session().send_budget.wait_room()
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """Abort requests by wire id. Synchronous: it may stand in a ``finally``. Ids that are not alive are ignored.
@@ -289,6 +307,7 @@ class EngineCoreClient(EngineCalls):
         connection = session.connection
         return {
             "requests_in_flight": len(connection.requests),
+            "unread_bytes": session.send_budget.unread_bytes,
             "utility_calls_in_flight": len(connection.utilities),
             "late_outputs": connection.requests.late_outputs,
             "late_utility_replies": connection.utilities.late_replies,
@@ -297,6 +316,15 @@ class EngineCoreClient(EngineCalls):
         }
 
     # ------------------------------------------------------------------ internals
+
+    @staticmethod
+    def _choose_rank(session: Session) -> int:
+        """The rank whose turn it is, of those that have room, if any has."""
+        rota, budget = session.connection.rota, session.send_budget
+        for _ in rota.serving:
+            if budget.has_room(rank := rota.next()):
+                return rank
+        return rota.next()
 
     @property
     def session(self) -> Session:
@@ -319,6 +347,13 @@ class EngineCoreClient(EngineCalls):
         session = self.session
         session.check_usable()
         return session
+
+
+def _overloaded(rank: int, limit_bytes: int) -> OverloadedError:
+    return OverloadedError(
+        f"engine {rank} has not read what was sent to it: max_unread_bytes={limit_bytes} are on their way; "
+        "wait_room() tells when it has"
+    )
 
 
 def _engines(engine: EngineSettings | Sequence[EngineSettings] | None) -> tuple[EngineSettings, ...]:

@@ -59,9 +59,11 @@ class RequestDesk:
     # ------------------------------------------------------------- used by streams
 
     async def encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
-        """The prompt as token ids; see :meth:`RequestBuilder.encode`."""
+        """The prompt as token ids (see :meth:`RequestBuilder.encode`), once there is room to send it."""
         self._core.usable_session()
-        return await self.builder.encode(prompt)
+        prompt_ids = await self.builder.encode(prompt)
+        await self._core.wait_room()  # behind it there is no other await before the request is sent
+        return prompt_ids
 
     def send(
         self, prompt_ids: Sequence[int], params: SamplingParams, label: str | None, priority: int

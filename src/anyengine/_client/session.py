@@ -35,6 +35,7 @@ from anyengine.exceptions import (
 )
 
 from .liveness import Liveness
+from .send_budget import SendBudget
 from .settings import ClientState, Notification, SessionSettings
 
 __all__ = ["RankDeath", "Session", "SessionItem"]
@@ -85,6 +86,7 @@ class Session:
         self.rank_ended: dict[int, anyio.Event] = {rank: anyio.Event() for rank in self.ranks}
         self.feed, self.stream = anyio.create_memory_object_stream[SessionItem](math.inf)
         self.liveness: Liveness = Liveness(self, self.ranks)
+        self.send_budget: SendBudget = SendBudget(self, self.ranks, settings.max_unread_bytes)
         self.notification_failures: int = 0
         self.in_order: bool = False
         """Set by a client whose consumer of ``stream`` also resolves the replies and passes the cause on, so that a
@@ -178,6 +180,7 @@ class Session:
             self.deaths.setdefault(rank, cause)
             self.rank_ended[rank].set()
         self.ended.set()
+        self.send_budget.wake()
         if not self.in_order:
             if hasattr(self, "connection"):
                 self.connection.utilities.fail_all(cause)
@@ -303,6 +306,7 @@ class Session:
         everything that it still sent has been. Synchronous, idempotent."""
         if self.cause is None and self.connection.rota.retire(rank):
             self.liveness.suspicion.retired(rank)
+            self.send_budget.wake()
             self._dying[rank] = symptom, kind
             self.tasks.start_soon(self.own, self._bury, rank)
 

@@ -36,6 +36,7 @@ class SessionSettings:
     startup_timeout_s: float
     shutdown_grace_s: float
     liveness_timeout_s: float | None
+    max_unread_bytes: int
     on_death: Literal["report", "cancel"]
     on_progress: Callable[[Status], None] | None
     on_notification: Callable[[Notification], Awaitable[None]] | None
