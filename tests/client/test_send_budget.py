@@ -93,8 +93,8 @@ async def test_the_end_wakes_those_who_wait(end: str) -> None:
 
                 async def submit() -> None:
                     try:
-                        async for output in client.generate([1], SamplingParams(max_tokens=1)):
-                            ends.append(str(output.finish_reason))
+                        async with client.generate([1], SamplingParams(max_tokens=1)) as stream:
+                            ends.append(str((await anext(stream)).finish_reason))
                     except EngineDeadError as exc:
                         ends.append(type(exc).__name__)
 

@@ -5,6 +5,7 @@ Independent of the client: raw pyzmq and msgpack, positions written out as docs/
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -369,14 +370,7 @@ def model_at(peer: Peer, model_dir: str) -> None:
     signal.pause()
 
 
-BEHAVIOURS = {
-    function.__name__: function
-    for function in (
-        exit_at, nonsense, silent, dead_after_ready, late_outputs, notify, slow_calls, record, grandchild,
-        registers_with, deaf_ears, hands_back, vanish, undecodable, unreadable_reply, dead_but_talking, flood, talkative,
-        model_at, loses_link, old_release,
-    )
-}  # fmt: skip
+BEHAVIOURS = {name: value for name, value in globals().copy().items() if inspect.isfunction(value)}
 
 if __name__ == "__main__":
     BEHAVIOURS[sys.argv[1]](Peer(), *sys.argv[2:])
