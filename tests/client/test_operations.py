@@ -170,3 +170,17 @@ async def test_an_argument_that_the_release_does_not_take_is_not_dropped(tmp_pat
                 await client.get_weight_version()
     sent = [payload[2:] for _, payload in map(json.loads, (await anyio.Path(path).read_text()).splitlines())]
     assert sent == [["sleep", [2]]]
+
+
+@pytest.mark.feature("C25")
+async def test_collective_rpc_reaches_every_worker_of_the_chosen_ranks() -> None:
+    with anyio.fail_after(30):
+        async with EngineClient(engine=[misbehaving("collective"), misbehaving("collective")]) as client:
+            arguments = ["method", 2.0, ["a"], {"k": 1}]
+            everywhere = [[rank, worker, "collective_rpc", arguments] for rank in (0, 1) for worker in (0, 1)]
+            assert await client.collective_rpc("method", 2.0, ("a",), {"k": 1}) == everywhere
+            assert await client.collective_rpc("method", 2.0, ("a",), {"k": 1}, ranks=[1]) == everywhere[2:]
+            with pytest.raises(RequestRejected, match="there is no rank 2"):
+                await client.collective_rpc("method", ranks=[0, 2])
+            with pytest.raises(RequestRejected, match="never does"):
+                await client.collective_rpc(print)  # type: ignore[arg-type]

@@ -227,6 +227,32 @@ def deaf_ears(peer: Peer) -> None:
     signal.pause()
 
 
+def fails_requests(peer: Peer, version: str, error: str) -> None:
+    """Answers each request with one token and then finish reason 3; ``error`` (JSON) stands at the position that 0.33
+    has for it, if it is not null."""
+    peer.hello()
+    peer.init()
+    peer.inputs.send(pack({**READY_RESPONSE, "vllm_version": version}))
+    peer.ready()
+    detail = json.loads(error)
+    while True:
+        kind, payload = peer.receive()
+        if kind == b"\x00":
+            peer.send_tokens(payload[0], [5])
+            output = [payload[0], [], None, None, None, 3]
+            if detail is not None:
+                output += [None, None, None, None, None, None, None, 0, None, None, None, None, detail]
+            peer.outputs.send(pack([peer.rank, [output], None, 0.0, None]))
+
+
+def collective(peer: Peer) -> None:
+    """Has two workers: answers each call with its rank and arguments, once for each of them."""
+    peer.start()
+    while True:
+        _, payload = peer.receive()
+        peer.reply(payload[1], [[peer.rank, worker, payload[2], payload[3]] for worker in (0, 1)])
+
+
 def grandchild(peer: Peer) -> None:
     """Starts a process of its own that would outlive it, and says so on stderr."""
     pid = os.fork()

@@ -130,7 +130,7 @@ def old_handshake(param: Any) -> bool:
 
 
 # An engine with insecure serialisation adds type info, which this package reads past and never writes.
-@pytest.mark.feature("F08")
+@pytest.mark.feature("F08", "R56")
 @pytest.mark.parametrize(("dialect", "vector"), [p for p in vectors(insecure=False) if not old_handshake(p)])
 def test_a_vector_is_written_byte_for_byte(dialect: wire.Dialect, vector: Vector) -> None:
     assert [bytes(frame).hex() for frame in encode(dialect, vector)] == vector["frames"]
