@@ -86,6 +86,9 @@ class Engine(Protocol):
     def abort(self, request_ids: Sequence[str]) -> None:
         """Forget requests without an output. Unknown ids are ignored."""
 
+    def abort_client(self, client_index: int) -> None:
+        """Forget all requests of a client that has gone, without an output."""
+
     def abort_all(self) -> None:
         """End every request; each gets an output with finish reason ABORT at the next step."""
 
@@ -107,6 +110,9 @@ class Engine(Protocol):
     def utility(self, method: str, args: Sequence[Any]) -> Any:
         """An allow-listed call. Raises for a failure reply; returns a Future for a reply that comes later, behind the
         outputs of the step that completes it."""
+
+    def reset(self) -> None:
+        """Be as new for the next front ends: no request, no pause. Counters and model stay."""
 
     def close(self) -> None:
         """Release everything."""

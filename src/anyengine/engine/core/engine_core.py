@@ -20,6 +20,7 @@ from anyengine._wire import (
     EngineRequestError,
     FinishReason,
     PrefillStats,
+    PrefixCacheStats,
     SchedulerStats,
 )
 from anyengine.config import EmbeddedEngine
@@ -144,6 +145,11 @@ class EngineCore:
         gone = set(request_ids)
         self._unsent = [(client, output) for client, output in self._unsent if output.request_id not in gone]
 
+    def abort_client(self, client_index: int) -> None:
+        for request_id in [id_ for id_, live in self._live.items() if live.client_index == client_index]:
+            self._forget(request_id)
+        self._unsent = [(client, output) for client, output in self._unsent if client != client_index]
+
     def abort_all(self) -> None:
         for request_id, live in list(self._live.items()):
             self._forget(request_id)
@@ -172,10 +178,17 @@ class EngineCore:
             num_running_reqs=self._scheduler.num_running,
             num_waiting_reqs=self._scheduler.num_waiting,
             step_counter=self._statistics.num_steps,
+            prefix_cache_stats=PrefixCacheStats(),  # not optional to vLLM's front ends, which fail without it
         )
 
     def utility(self, method: str, args: Sequence[Any]) -> Any:
         return self._utilities.call(method, args)
+
+    def reset(self) -> None:
+        for request_id in list(self._live):
+            self._forget(request_id)
+        self._unsent.clear()
+        self._gate.resume()
 
     def close(self) -> None:
         self._runner.close()

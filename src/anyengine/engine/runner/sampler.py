@@ -30,7 +30,6 @@ _UNSUPPORTED = (
     "thinking_token_budget",
     "repetition_detection",
     "trace_decode_token_ids",
-    "watermarking",
 )
 
 _GREEDY_BELOW = 1e-5  # vLLM's threshold: a lower temperature means greedy

@@ -27,6 +27,7 @@ from anyengine._wire import (
     UtilityOutput,
 )
 from anyengine.engine.interfaces import Engine
+from anyengine.engine.serving.front_ends import FrontEndsGone
 from anyengine.engine.serving.io_threads import Command, OutputThread, StopEngine, ThreadFailed, utility_failure
 from anyengine.engine.serving.malformed import Malformed
 
@@ -57,10 +58,16 @@ class BusyLoop:
         self._num_clients = num_clients
         self._deferred: list[_DeferredReply] = []
         self._stopping = False
+        self.abandoned = False
+        """Why it stopped: all front ends have gone for good."""
         self._logged_kinds: set[str] = set()
 
     def run(self) -> None:
-        """Serve until :class:`StopEngine` arrives; then end all requests with ABORT. Raises what the engine raised."""
+        """Serve until :class:`StopEngine` arrives, or until every front end has gone; then end all requests with ABORT.
+
+        Raises:
+            Exception: what the engine raised.
+        """
         while True:
             self._handle_commands(block=not self._engine.has_work())
             if self._stopping:
@@ -98,10 +105,19 @@ class BusyLoop:
                 self._note_malformed("START_DP_WAVE", "this engine takes no part in waves")
             case StopEngine():
                 self._stopping = True
+            case FrontEndsGone():
+                self._drop_clients(command)
             case ThreadFailed():
                 raise command.error
             case _:
                 assert_never(command)
+
+    def _drop_clients(self, gone: FrontEndsGone) -> None:
+        _logger.warning("front end %s has gone for good", ", ".join(map(str, gone.client_indices)))
+        for client_index in gone.client_indices:
+            self._engine.abort_client(client_index)
+        if gone.all_gone:
+            self._stopping = self.abandoned = True
 
     def _add(self, request: EngineCoreRequest) -> None:
         if not self._is_client(request.client_index):
