@@ -11,7 +11,7 @@ from anyengine._wire import EngineCoreOutput, EngineCoreRequest, FinishReason, W
 from anyengine.config import EmbeddedEngine
 from anyengine.engine.core.engine_core import EngineCore
 from anyengine.engine.core.stopping import Stop, check_stop
-from anyengine.engine.interfaces import ScheduledSequence, SequenceState
+from anyengine.engine.interfaces import SampledToken, ScheduledSequence, SequenceState
 from anyengine.testing.toy_runner import ToyOptions, ToyRunner, create_runner, expected_tokens
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -92,7 +92,7 @@ class SmallRunner(ToyRunner):
         super().finish(request_id)
         self.held.discard(request_id)
 
-    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[int | None]:
+    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
         assert scheduled
         return super().step(scheduled)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -26,7 +27,9 @@ def tell(**event: Any) -> None:
 
 async def generate(llm: AsyncLLM, request_id: str, prompt: list[int], params: dict[str, Any], leave_after: int) -> None:
     """Stream one request; with ``leave_after``, close the generator after that many outputs."""
-    outputs = llm.generate({"prompt_token_ids": prompt}, SamplingParams(output_kind=1, **params), request_id)
+    outputs = llm.generate(
+        {"prompt_token_ids": prompt}, SamplingParams(output_kind=RequestOutputKind.DELTA, **params), request_id
+    )
     try:
         count = 0
         async for output in outputs:
@@ -48,7 +51,7 @@ async def generate(llm: AsyncLLM, request_id: str, prompt: list[int], params: di
         tell(event="end", id=request_id)
     except EngineDeadError as error:
         tell(event="dead", id=request_id, error=str(error))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test has to see it
         tell(event="failed", id=request_id, type=type(error).__name__, error=str(error))
 
 
@@ -60,7 +63,7 @@ async def call(llm: AsyncLLM, name: str, args: list[Any]) -> None:
     try:
         result = await getattr(owner, name)(*args)
         tell(event="result", name=name, result=sorted(result) if isinstance(result, set | frozenset) else result)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test has to see it
         tell(event="result", name=name, type=type(error).__name__, error=str(error))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +23,13 @@ from anyengine._wire import (
     SchedulerStats,
 )
 from anyengine.config import EmbeddedEngine
-from anyengine.engine.core.pausing import PauseGate, PauseMode
+from anyengine.engine.core.controls import EngineControls
+from anyengine.engine.core.pausing import PauseGate
 from anyengine.engine.core.scheduler import Scheduler
 from anyengine.engine.core.statistics import EngineStatistics
 from anyengine.engine.core.stopping import Stop, check_stop
-from anyengine.engine.core.utilities import UtilityTable
 from anyengine.engine.core.validation import check_request
-from anyengine.engine.interfaces import ModelRunner, ScheduledSequence, SequenceState
+from anyengine.engine.interfaces import ModelRunner, SampledToken, ScheduledSequence, SequenceState
 
 __all__ = ["DIALECT_VERSION", "EngineCore"]
 
@@ -75,19 +74,7 @@ class EngineCore:
         self._unsent: list[tuple[int, EngineCoreOutput]] = []  # made between steps; they go out with the next one
         self._statistics = EngineStatistics()
         self._gate = PauseGate()
-        self._utilities = UtilityTable(
-            {
-                "get_supported_tasks": self._get_supported_tasks,
-                "get_engine_statistics": self._get_engine_statistics,
-                "is_scheduler_paused": self._is_paused,
-                "is_sleeping": self._is_paused,  # vLLM, too, counts paused as sleeping
-                "pause_scheduler": self._pause_scheduler,
-                "pause_generation": self._pause_generation,
-                "resume_scheduler": self._resume_scheduler,
-                "reset_prefix_cache": self._reset_prefix_cache,
-                "reset_mm_cache": self._reset_mm_cache,
-            }
-        )
+        self._controls = EngineControls(self._gate, abort_all=self.abort_all, statistics=self._get_engine_statistics)
 
     def ready_response(self) -> EngineCoreReadyResponse:
         config, max_model_len = self._config, self._runner.max_model_len
@@ -181,8 +168,12 @@ class EngineCore:
             prefix_cache_stats=PrefixCacheStats(),  # not optional to vLLM's front ends, which fail without it
         )
 
+    @property
+    def weight_version(self) -> str:
+        return self._controls.weight_version
+
     def utility(self, method: str, args: Sequence[Any]) -> Any:
-        return self._utilities.call(method, args)
+        return self._controls.call(method, args)
 
     def reset(self) -> None:
         for request_id in list(self._live):
@@ -222,26 +213,27 @@ class EngineCore:
         return kept
 
     def _run(self, scheduled: list[ScheduledSequence]) -> list[tuple[int, EngineCoreOutput]]:
-        token_ids = self._runner.step(scheduled)
+        tokens = self._runner.step(scheduled)
         self._statistics.num_steps += 1
         outputs: list[tuple[int, EngineCoreOutput]] = []
-        for item, token_id in zip(scheduled, token_ids, strict=True):
+        for item, token in zip(scheduled, tokens, strict=True):
             seq = item.seq
             if seq.num_computed_tokens < len(seq.prompt_token_ids):
                 self._statistics.num_prefill_tokens_computed += item.num_new_tokens
             else:
                 self._statistics.num_decode_tokens_computed += item.num_new_tokens
             seq.num_computed_tokens += item.num_new_tokens
-            if token_id is not None:
+            if token is not None:
                 live = self._live[seq.request_id]
-                outputs.append((live.client_index, self._take_token(live, token_id)))
+                outputs.append((live.client_index, self._take_token(live, token)))
         return outputs
 
-    def _take_token(self, live: _Live, token_id: int) -> EngineCoreOutput:
+    def _take_token(self, live: _Live, token: SampledToken) -> EngineCoreOutput:
         seq = live.seq
-        seq.output_token_ids.append(token_id)
+        seq.output_token_ids.append(token.token_id)
         stop = check_stop(seq, self._runner.max_model_len)
-        output = live.output([token_id], stop)
+        output = live.output([token.token_id], stop)
+        output.new_logprobs, output.new_prompt_logprobs_tensors = token.logprobs, token.prompt_logprobs
         if len(seq.output_token_ids) == 1:
             num_prompt_tokens = len(seq.prompt_token_ids)
             output.prefill_stats = PrefillStats(num_prompt_tokens, num_computed_tokens=num_prompt_tokens)
@@ -264,11 +256,6 @@ class EngineCore:
         self._scheduler.remove(request_id)
         self._runner.finish(request_id)
 
-    # Utilities. Their signatures are vLLM's; what has no meaning here (caches that do not exist) is accepted and true.
-
-    def _get_supported_tasks(self) -> list[str]:
-        return ["generate"]
-
     def _get_engine_statistics(self) -> dict[str, int]:
         scheduler = self._scheduler
         return {
@@ -276,28 +263,3 @@ class EngineCore:
             "num_running_requests": scheduler.num_running,
             "num_waiting_requests": scheduler.num_waiting,
         }
-
-    def _reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        return True
-
-    def _reset_mm_cache(self) -> None:
-        return None
-
-    def _is_paused(self) -> bool:
-        return self._gate.paused
-
-    def _pause_scheduler(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
-        """New requests wait. The reply comes behind the last output of whatever had to end first."""
-        return self._pause(mode, refuse_new=False)
-
-    def _pause_generation(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
-        """The same, but new requests fail with a retryable error."""
-        return self._pause(mode, refuse_new=True)
-
-    def _pause(self, mode: PauseMode, *, refuse_new: bool) -> Future[None]:
-        if mode == "abort":
-            self.abort_all()
-        return self._gate.pause(mode, refuse_new=refuse_new)
-
-    def _resume_scheduler(self) -> None:
-        self._gate.resume()

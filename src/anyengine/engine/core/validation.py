@@ -17,9 +17,6 @@ __all__ = ["check_request"]
 
 _UNSUPPORTED_REQUEST_FIELDS = ("pooling_params", "mm_features", "lora_request", "prompt_embeds", "resumable")
 _UNSUPPORTED_SAMPLING_FIELDS = (
-    "logprobs",
-    "prompt_logprobs",
-    "logprob_token_ids",
     "prompt_logprob_token_ids",
     "structured_outputs",
     "repetition_detection",
@@ -35,6 +32,8 @@ _SAMPLING_RANGES = {  # field: smallest, largest
     "repetition_penalty": (math.ulp(0.0), sys.float_info.max),
     "max_tokens": (1, math.inf),
     "min_tokens": (0, math.inf),
+    "logprobs": (-1, math.inf),
+    "prompt_logprobs": (-1, math.inf),
 }
 
 
@@ -62,7 +61,7 @@ def _sampling_refusal(sampling: WireSamplingParams) -> str | None:
         return "max_tokens is missing"
     for field, (smallest, largest) in _SAMPLING_RANGES.items():
         value = getattr(sampling, field)
-        if not smallest <= value <= largest:  # NaN included
+        if value is not None and not smallest <= value <= largest:  # NaN included
             return f"{field}={value!r} is out of range"
     if sampling.min_tokens > sampling.max_tokens:
         return f"min_tokens={sampling.min_tokens} exceeds max_tokens={sampling.max_tokens}"

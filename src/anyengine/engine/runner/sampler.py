@@ -22,10 +22,8 @@ from anyengine.engine.interfaces import SequenceState
 __all__ = ["sample", "unsupported_sampling"]
 
 _UNSUPPORTED = (
-    "logprobs",
-    "prompt_logprobs",
-    "logprob_token_ids",
     "prompt_logprob_token_ids",
+    "prompt_logprob_start",
     "structured_outputs",
     "thinking_token_budget",
     "repetition_detection",
@@ -47,6 +45,7 @@ def unsupported_sampling(params: WireSamplingParams, vocab_size: int) -> str | N
     token_ids = {
         "allowed_token_ids": params.allowed_token_ids or (),
         "logit_bias": params.logit_bias or (),
+        "logprob_token_ids": params.logprob_token_ids or (),
         "_bad_words_token_ids": [token_id for word in params.bad_words_token_ids or () for token_id in word],
     }
     for name, ids in token_ids.items():

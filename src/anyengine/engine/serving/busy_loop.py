@@ -184,10 +184,14 @@ class BusyLoop:
             by_client.setdefault(client_index, []).append(output)
         stats: SchedulerStats | None = self._engine.scheduler_stats()
         for client_index, batch in by_client.items():
-            self._send(client_index, EngineCoreOutputs(outputs=batch, scheduler_stats=stats))
+            self._send(client_index, self._step_message(batch, stats))
             stats = None  # on one message of a step only, as vLLM
         if by_client and not self._engine.has_work():
-            self._send(0, EngineCoreOutputs(scheduler_stats=self._engine.scheduler_stats()))
+            self._send(0, self._step_message([], self._engine.scheduler_stats()))
+
+    def _step_message(self, outputs: list[EngineCoreOutput], stats: SchedulerStats | None) -> EngineCoreOutputs:
+        weight_version = self._engine.weight_version
+        return EngineCoreOutputs(outputs=outputs, scheduler_stats=stats, weight_version=weight_version)
 
     def _reply(self, client_index: int, output: UtilityOutput, *, method: str = "") -> None:
         self._send(client_index, EngineCoreOutputs(utility_output=output), method=method)
