@@ -166,9 +166,12 @@ def serve_front_end(options: EngineOptions, engine: EmbeddedEngine) -> None:
     def report(status: Status) -> None:
         if options.quiet:
             return
+        if status.stage == "handshake":
+            print(f"anyengine: waiting for the front end at {options.handshake}", file=sys.stderr, flush=True)
+            return
         progress.report(status)
         if status.stage == "ready":
-            print(f"anyengine: serving the front end at {options.handshake}", file=sys.stderr, flush=True)
+            print("anyengine: serving", file=sys.stderr, flush=True)
 
     lifeline = Lifeline(None)
     lifeline.watch()

@@ -7,12 +7,14 @@ Mirrors ``vllm.v1.engine.core.EngineCore`` of vLLM 0.32/0.33.
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from anyengine._wire import (
+    EngineCoreEvent,
     EngineCoreOutput,
     EngineCoreReadyResponse,
     EngineCoreRequest,
@@ -37,6 +39,9 @@ DIALECT_VERSION = "0.33.0"
 """The vLLM release whose wire layout this engine speaks: clients pick theirs by it."""
 
 
+_QUEUED, _SCHEDULED = 1, 2  # vLLM's EngineCoreEventType
+
+
 @dataclass(slots=True)
 class _Live:
     """A request in the engine, with what its outputs need beyond the sequence."""
@@ -44,6 +49,8 @@ class _Live:
     seq: SequenceState
     client_index: int
     trace_headers: dict[str, str] | None
+    events: list[EngineCoreEvent]
+    """What has happened to it, until its first output tells."""
     started: bool = False
     """Whether the runner holds something for it."""
 
@@ -63,8 +70,16 @@ class EngineCore:
     Invariant: a request is in ``_live`` exactly as long as the scheduler has its sequence.
     """
 
-    def __init__(self, runner: ModelRunner, config: EmbeddedEngine, *, rank: int = 0) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EmbeddedEngine,
+        *,
+        rank: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._runner = runner
+        self._clock = clock
         self._config = config
         self._rank = rank
         self._scheduler = Scheduler(
@@ -116,7 +131,8 @@ class EngineCore:
         prompt_token_ids, sampling = checked
         arrival_order = self._statistics.adds_received
         seq = SequenceState(request_id, prompt_token_ids, sampling, request.priority, arrival_order)
-        self._live[request_id] = _Live(seq, client_index, request.trace_headers)
+        events = [EngineCoreEvent(_QUEUED, self._clock())]
+        self._live[request_id] = _Live(seq, client_index, request.trace_headers, events)
         self._scheduler.add(seq)
 
     def refuse(self, client_index: int, request_id: str, reason: str) -> None:
@@ -165,6 +181,7 @@ class EngineCore:
             num_running_reqs=self._scheduler.num_running,
             num_waiting_reqs=self._scheduler.num_waiting,
             step_counter=self._statistics.num_steps,
+            kv_cache_usage=self._scheduler.num_running / self._config.max_num_seqs,  # a block is a whole sequence
             prefix_cache_stats=PrefixCacheStats(),  # not optional to vLLM's front ends, which fail without it
         )
 
@@ -198,6 +215,7 @@ class EngineCore:
                 try:
                     self._runner.start(item.seq)
                     live.started = True
+                    live.events.append(EngineCoreEvent(_SCHEDULED, self._clock()))
                 except MemoryError as exc:
                     if not kept:
                         self._give_up(live, "out_of_memory", exc)
@@ -236,6 +254,7 @@ class EngineCore:
         output.new_logprobs, output.new_prompt_logprobs_tensors = token.logprobs, token.prompt_logprobs
         if len(seq.output_token_ids) == 1:
             num_prompt_tokens = len(seq.prompt_token_ids)
+            output.events = live.events
             output.prefill_stats = PrefillStats(num_prompt_tokens, num_computed_tokens=num_prompt_tokens)
         if stop:
             self._forget(seq.request_id)

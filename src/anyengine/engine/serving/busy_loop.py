@@ -58,6 +58,8 @@ class BusyLoop:
         self._num_clients = num_clients
         self._deferred: list[_DeferredReply] = []
         self._stopping = False
+        self._load_is_known = True
+        """Whether the last statistics that were sent tell of an idle engine that has stayed so."""
         self.abandoned = False
         """Why it stopped: all front ends have gone for good."""
         self._logged_kinds: set[str] = set()
@@ -72,7 +74,9 @@ class BusyLoop:
             self._handle_commands(block=not self._engine.has_work())
             if self._stopping:
                 break
-            if self._engine.has_work():
+            if not self._engine.has_work():
+                self._tell_load()  # an abort took the last request away
+            else:
                 self._deliver(self._engine.step())
                 self._answer_deferred()
         self._engine.abort_all()
@@ -126,6 +130,7 @@ class BusyLoop:
             output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
             self._send(request.client_index, EngineCoreOutputs(outputs=[output]))
         else:
+            self._load_is_known = False
             self._engine.add(request)
 
     def _call(self, call: UtilityCall) -> None:
@@ -182,11 +187,17 @@ class BusyLoop:
         by_client: dict[int, list[EngineCoreOutput]] = {}
         for client_index, output in outputs:
             by_client.setdefault(client_index, []).append(output)
+            self._load_is_known = False
         stats: SchedulerStats | None = self._engine.scheduler_stats()
         for client_index, batch in by_client.items():
             self._send(client_index, self._step_message(batch, stats))
             stats = None  # on one message of a step only, as vLLM
-        if by_client and not self._engine.has_work():
+        if not self._engine.has_work():
+            self._tell_load()
+
+    def _tell_load(self) -> None:
+        if not self._load_is_known:
+            self._load_is_known = True
             self._send(0, self._step_message([], self._engine.scheduler_stats()))
 
     def _step_message(self, outputs: list[EngineCoreOutput], stats: SchedulerStats | None) -> EngineCoreOutputs:
