@@ -18,7 +18,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-EVENTS = os.fdopen(os.dup(1), "w", buffering=1)  # vLLM prints to standard output
+EVENTS = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)  # vLLM logs to standard output
 
 
 def tell(**event: Any) -> None:
