@@ -146,7 +146,8 @@ def _vllm_rs(session: nox.Session) -> str:
     directory = Path(".nox").absolute() / VLLM_RS.replace("==", "-rs-")
     executable = directory / "vllm-rs"
     if not executable.exists():
-        with tempfile.TemporaryDirectory(dir=_made(directory)) as download:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as download:
             pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
             session.run(
                 *pip, "download", "--no-deps", "--only-binary=:all:", "--dest", download, VLLM_RS, external=True
@@ -157,11 +158,6 @@ def _vllm_rs(session: nox.Session) -> str:
             extracted.chmod(0o755)
             extracted.rename(executable)  # last: what has this name is complete
     return str(executable)
-
-
-def _made(directory: Path) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
 
 
 def _requirements(wheel: Path) -> list[str]:

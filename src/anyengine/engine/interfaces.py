@@ -115,6 +115,9 @@ class Engine(Protocol):
     def step(self) -> list[tuple[int, EngineCoreOutput]]:
         """One step: ``(client_index, output)`` pairs. An exception here is fatal for the engine."""
 
+    def take_finished(self) -> dict[int, set[str]]:
+        """The requests that have left the engine since the last call, in whatever way, by client."""
+
     def scheduler_stats(self) -> SchedulerStats:
         """The load after the last step."""
 

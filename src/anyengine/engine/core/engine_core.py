@@ -86,6 +86,7 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
         )
         self._live: dict[str, _Live] = {}
+        self._finished: dict[int, set[str]] = {}
         self._unsent: list[tuple[int, EngineCoreOutput]] = []  # made between steps; they go out with the next one
         self._statistics = EngineStatistics()
         self._gate = PauseGate()
@@ -176,6 +177,10 @@ class EngineCore:
             self._gate.settle()
         return outputs
 
+    def take_finished(self) -> dict[int, set[str]]:
+        finished, self._finished = self._finished, {}
+        return finished
+
     def scheduler_stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running_reqs=self._scheduler.num_running,
@@ -195,6 +200,7 @@ class EngineCore:
     def reset(self) -> None:
         for request_id in list(self._live):
             self._forget(request_id)
+        self._finished.clear()
         self._unsent.clear()
         self._gate.resume()
 
@@ -268,10 +274,12 @@ class EngineCore:
     def _fail(self, client_index: int, request_id: str, error: EngineRequestError) -> None:
         self._statistics.requests_failed += 1
         output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error)
+        self._finished.setdefault(client_index, set()).add(request_id)
         self._unsent.append((client_index, output))
 
     def _forget(self, request_id: str) -> None:
-        del self._live[request_id]
+        live = self._live.pop(request_id)
+        self._finished.setdefault(live.client_index, set()).add(request_id)
         self._scheduler.remove(request_id)
         self._runner.finish(request_id)
 

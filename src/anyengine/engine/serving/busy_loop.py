@@ -49,13 +49,21 @@ class BusyLoop:
     """Commands in, steps, outputs out. One thread, the main one, from :meth:`run` to its return."""
 
     def __init__(
-        self, engine: Engine, commands: SimpleQueue[Command], output: OutputThread, *, rank: int, num_clients: int
+        self,
+        engine: Engine,
+        commands: SimpleQueue[Command],
+        output: OutputThread,
+        *,
+        rank: int,
+        num_clients: int,
+        reports_finished: bool,
     ) -> None:
         self._engine = engine
         self._commands = commands
         self._output = output
         self._rank = rank
         self._num_clients = num_clients
+        self._reports_finished = reports_finished  # to clients that balance: they count what each rank has
         self._deferred: list[_DeferredReply] = []
         self._stopping = False
         self._load_is_known = True
@@ -74,11 +82,11 @@ class BusyLoop:
             self._handle_commands(block=not self._engine.has_work())
             if self._stopping:
                 break
-            if not self._engine.has_work():
-                self._tell_load()  # an abort took the last request away
-            else:
+            if self._engine.has_work():
                 self._deliver(self._engine.step())
                 self._answer_deferred()
+            else:
+                self._deliver([])  # an abort may have taken the last request away
         self._engine.abort_all()
         self._deliver(self._engine.step())
 
@@ -117,7 +125,7 @@ class BusyLoop:
                 assert_never(command)
 
     def _drop_clients(self, gone: FrontEndsGone) -> None:
-        _logger.warning("front end %s has gone for good", ", ".join(map(str, gone.client_indices)))
+        _logger.warning("front end %s has gone: its requests end here", ", ".join(map(str, gone.client_indices)))
         for client_index in gone.client_indices:
             self._engine.abort_client(client_index)
         if gone.all_gone:
@@ -188,21 +196,28 @@ class BusyLoop:
         for client_index, output in outputs:
             by_client.setdefault(client_index, []).append(output)
             self._load_is_known = False
+        finished = self._engine.take_finished()
+        if not self._reports_finished:
+            finished.clear()
         stats: SchedulerStats | None = self._engine.scheduler_stats()
-        for client_index, batch in by_client.items():
-            self._send(client_index, self._step_message(batch, stats))
+        for client_index in dict.fromkeys([*by_client, *finished]):
+            outputs_of_client, gone = by_client.get(client_index, []), finished.get(client_index)
+            self._send_step(client_index, outputs_of_client, stats, gone)
             stats = None  # on one message of a step only, as vLLM
-        if not self._engine.has_work():
-            self._tell_load()
-
-    def _tell_load(self) -> None:
-        if not self._load_is_known:
+        if not self._load_is_known and not self._engine.has_work():
             self._load_is_known = True
-            self._send(0, self._step_message([], self._engine.scheduler_stats()))
+            self._send_step(0, [], self._engine.scheduler_stats(), None)
 
-    def _step_message(self, outputs: list[EngineCoreOutput], stats: SchedulerStats | None) -> EngineCoreOutputs:
-        weight_version = self._engine.weight_version
-        return EngineCoreOutputs(outputs=outputs, scheduler_stats=stats, weight_version=weight_version)
+    def _send_step(
+        self,
+        client_index: int,
+        outputs: list[EngineCoreOutput],
+        stats: SchedulerStats | None,
+        finished: set[str] | None,
+    ) -> None:
+        message = EngineCoreOutputs(outputs=outputs, scheduler_stats=stats, finished_requests=finished)
+        message.weight_version = self._engine.weight_version
+        self._send(client_index, message)
 
     def _reply(self, client_index: int, output: UtilityOutput, *, method: str = "") -> None:
         self._send(client_index, EngineCoreOutputs(utility_output=output), method=method)

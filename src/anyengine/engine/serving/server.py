@@ -144,7 +144,14 @@ def _serve_clients(
         registration=dialect.encode_ready(registration),
         watch=_watch(attachment, num_clients),
     )
-    loop = BusyLoop(engine, commands, output, rank=attachment.rank, num_clients=num_clients)
+    loop = BusyLoop(
+        engine,
+        commands,
+        output,
+        rank=attachment.rank,
+        num_clients=num_clients,
+        reports_finished=addresses.coordinator_input is not None,  # as vLLM
+    )
     output.start()
     try:
         input_.start()
