@@ -74,7 +74,15 @@ async def main() -> None:
     tell(event="ready", max_model_len=llm.model_config.max_model_len, tasks=await llm.get_supported_tasks())
     commands: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    loop.add_reader(0, lambda: [commands.put_nowait(line) for line in os.read(0, 1 << 20).decode().splitlines()])
+
+    def read() -> None:
+        received = os.read(0, 1 << 20).decode()
+        if not received:
+            loop.remove_reader(0)
+        for line in received.splitlines() or ['{"do": "shutdown"}']:
+            commands.put_nowait(line)
+
+    loop.add_reader(0, read)
     tasks = set()
     while True:
         command = json.loads(await commands.get())

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -76,16 +77,19 @@ class AsyncLLMChild:
             "model": str(model), "data_parallel_size_local": 0, "data_parallel_address": "127.0.0.1",
             "data_parallel_rpc_port": port, "enforce_eager": True, "dtype": "float32", **args,
         }  # fmt: skip
-        with log.open("wb") as stderr:
+        with log.open("wb") as stderr, tempfile.TemporaryDirectory(prefix="ae-") as private:
             process = subprocess.Popen(
                 [python, str(script), json.dumps(settings)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env={**os.environ, **OFFLINE},
+                env={**os.environ, **OFFLINE, "VLLM_RPC_BASE_PATH": private, "TMPDIR": private},
             )
             with _ended(process):
                 yield cls(process, log)
+                assert process.stdin is not None
+                process.stdin.close()  # and it shuts down, with its coordinator
+                process.wait(DEADLINE_S)
 
     def send(self, do: str, **command: Any) -> None:
         assert self.process.stdin is not None

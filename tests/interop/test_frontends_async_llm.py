@@ -176,20 +176,28 @@ def test_shutdown_of_the_front_end_is_the_end_of_the_engine(pair: Pair) -> None:
 
 
 @pytest.mark.feature("D02")
-def test_the_end_of_the_engine_is_told(vllm_python: str, model: Path, tmp_path: Path) -> None:
-    """A front end that did not start the engine cannot watch its process: the engine has to say that it leaves."""
+@pytest.mark.feature("P07")
+def test_two_ranks_and_the_end_of_one(
+    vllm_python: str, model: Path, references: list[Reference], tmp_path: Path
+) -> None:
+    """AsyncLLM brings its coordinator along and balances. It did not start the engines and cannot watch their
+    processes: the one that leaves has to say so."""
     port = free_port()
     with (
-        AsyncLLMChild.started(vllm_python, model, port, tmp_path / "llm") as llm,
-        attached_engine(model, port, tmp_path / "engine") as engine,
+        AsyncLLMChild.started(vllm_python, model, port, tmp_path / "llm", data_parallel_size=2) as llm,
+        attached_engine(model, port, tmp_path / "engine 0"),
+        attached_engine(model, port, tmp_path / "engine 1", "--rank", "1") as engine,
     ):
         llm.wait_for("ready")
-        llm.generate("unfinished", PROMPTS[0], max_tokens=LONG, ignore_eos=True)
-        llm.wait_for("output")
+        for i, prompt in enumerate(PROMPTS):
+            llm.generate(str(i), prompt, max_tokens=MAX_TOKENS)
+        llm.wait_for("end", *map(str, range(len(PROMPTS))))
+        for i, reference in enumerate(references):
+            assert_agrees(f"prompt {i}", llm.tokens(str(i)), reference)
+        counts = llm.call("core.call_utility_all_async", "get_engine_statistics")
+        assert sum(rank["adds_received"] for rank in counts) == len(PROMPTS)
+        assert all(rank["adds_received"] for rank in counts)
         engine.send_signal(signal.SIGTERM)
-        while (event := llm.next_event())["event"] == "output":
-            pass
-        assert event["event"] in ("end", "dead")
         assert engine.wait(DEADLINE_S) == 0
         llm.generate("too late", PROMPTS[0], max_tokens=4)
         while (event := llm.next_event()).get("id") != "too late":

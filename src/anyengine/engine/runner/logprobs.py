@@ -18,6 +18,8 @@ from anyengine.engine.interfaces import SequenceState
 
 __all__ = ["PromptLogprobs", "sampled_logprobs"]
 
+_ROWS_AT_ONCE = 64  # of a prompt: each takes several copies of the vocabulary's size
+
 
 def sampled_logprobs(
     logits: Tensor, seqs: Sequence[SequenceState], token_ids: Sequence[int]
@@ -52,9 +54,9 @@ class PromptLogprobs:
     def add(self, logits: Tensor, start: int) -> None:
         """``logits`` [num_tokens, vocab], float32, behind the prompt tokens from position ``start`` on."""
         targets = self._prompt[start + 1 : start + 1 + len(logits)]
-        if targets:
-            logprobs = logits[: len(targets)].log_softmax(dim=-1)  # [num_targets, vocab]
-            chosen = torch.tensor(targets, device=logits.device)
+        for first in range(0, len(targets), _ROWS_AT_ONCE):
+            chosen = torch.tensor(targets[first : first + _ROWS_AT_ONCE], device=logits.device)
+            logprobs = logits[first : first + len(chosen)].log_softmax(dim=-1)  # [num_chosen, vocab]
             self._chunks.append(_gather(logprobs, chosen, _likeliest(logprobs, self._k)))
 
     def result(self) -> LogprobsTensors | None:
