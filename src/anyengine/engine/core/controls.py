@@ -25,7 +25,7 @@ class EngineControls:
     ) -> None:
         self._gate = gate
         self._abort_all = abort_all
-        self.weight_version = "default"  # vLLM's first one, too
+        self.weight_version: str = "default"  # vLLM's first one, too
         """A name for the weights, which outputs carry. Whoever changes weights sets it."""
         self._table = UtilityTable(
             {

@@ -68,7 +68,7 @@ class BusyLoop:
         self._stopping = False
         self._load_is_known = True
         """Whether the last statistics that were sent tell of an idle engine that has stayed so."""
-        self.abandoned = False
+        self.abandoned: bool = False
         """Why it stopped: all front ends have gone for good."""
         self._logged_kinds: set[str] = set()
 

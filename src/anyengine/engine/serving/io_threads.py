@@ -121,7 +121,7 @@ class InputThread(_SocketThread):
 
     name = "engine-input"
     socket_type: ClassVar[int] = zmq.DEALER
-    linger_ms = 0
+    linger_ms: int = 0
 
     def __init__(
         self,
@@ -199,6 +199,7 @@ class OutputThread(_SocketThread):
 
     name = "engine-output"
     socket_type: ClassVar[int] = zmq.PUSH
+    linger_ms: int = 4000  # as vLLM: long enough for the last outputs, short enough for a supervisor's grace period
 
     def __init__(
         self,
@@ -211,7 +212,6 @@ class OutputThread(_SocketThread):
         super().__init__(context, addresses, commands)
         self._dialect = dialect
         self._queue: SimpleQueue[tuple[int, EngineCoreOutputs, str] | bytes | None] = SimpleQueue()
-        self.linger_ms = 4000  # as vLLM: long enough for the last outputs, short enough for a supervisor's grace period
 
     def send(self, client_index: int, outputs: EngineCoreOutputs, *, method: str = "") -> None:
         """``method``: the utility that this is the reply of."""
