@@ -64,8 +64,6 @@ def second_front_end(first: ForeignFrontend, directory: Path) -> Iterator[Foreig
 
 
 @pytest.mark.feature("D02")
-@pytest.mark.feature("D11")
-@pytest.mark.feature("D10")
 def test_it_says_what_a_remote_engine_must_say(frontend: ForeignFrontend) -> None:
     frontend.launch_by_hand("--max-num-seqs", "7", "--max-model-len", "99")
     hello, registration, ready = frontend.shake_hands()
@@ -86,7 +84,6 @@ def test_the_rank_is_the_identity(frontend: ForeignFrontend) -> None:
     assert identity == b"\x02\x01"
 
 
-@pytest.mark.feature("F07")
 def test_what_vllms_decoders_insist_on(frontend: ForeignFrontend) -> None:
     """Both are typed: a nil in a place that is not optional to them ends the front end, and so does a field that is
     missing."""
@@ -192,7 +189,6 @@ def test_requests_as_they_write_them(frontend: ForeignFrontend, params: dict[str
     assert outputs[0][10] == {"traceparent": "00-1"}
 
 
-@pytest.mark.feature("D17")
 def test_two_clients_and_the_one_that_leaves(tmp_path: Path, slow: tuple[str, str]) -> None:
     """Its requests end with it; the other goes on."""
     with ForeignFrontend(tmp_path, tcp=True, num_clients=2) as frontend:

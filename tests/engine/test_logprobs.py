@@ -63,7 +63,6 @@ def check_rows(ids: _wire.Tensor, values: _wire.Tensor, ranks: _wire.Tensor, exp
     assert unpacked(ranks).tolist() == (expected >= own - 1e-6).sum(dim=-1).tolist()
 
 
-@pytest.mark.feature("F16")
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
 def test_the_sampled_token_and_the_likeliest(
     runner: ModelRunner, model: transformers.PreTrainedModel, temperature: float
