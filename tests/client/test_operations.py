@@ -92,8 +92,11 @@ async def test_results_have_their_types() -> None:
             assert await client.supported_tasks() == ("generate",)
             assert await client.reset_prefix_cache() is True
             await client.reset_mm_cache()
-            with pytest.raises(UtilityError):
-                await client.get_weight_version()  # our engine has none: its refusal, not a hang
+            await client.update_weight_version("v2")
+            assert await client.get_weight_version() == "v2"
+            assert await client.list_loras() == set()
+            with pytest.raises(UtilityError, match="no profiler"):  # its refusal, not a hang
+                await client.start_profile()
 
 
 async def test_bad_arguments_are_refused_before_anything_is_sent() -> None:

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -38,24 +39,55 @@ def request(request_id: str, prompt: list[int], *, client: int = 0, **sampling: 
 class ForeignFrontend:
     """Binds the three kinds of sockets, starts one toy engine, speaks the protocol by hand."""
 
-    def __init__(self, directory: Path, *, num_clients: int = 1) -> None:
+    def __init__(self, directory: Path, *, num_clients: int = 1, tcp: bool = False) -> None:
+        self._tcp = tcp
+        self._directory = directory
         self._context = zmq.Context()
         self._stderr_path = directory / "stderr.txt"
         self._calls = 0
         self.process: subprocess.Popen[bytes] | None = None
-        self.handshake_address = f"ipc://{directory}/h"
-        self.handshake = self._bind(zmq.ROUTER, self.handshake_address)
+        self.handshake = self._bind(zmq.ROUTER, "h")
+        self.handshake_address = address_of(self.handshake)
+        self.inputs = [self._bind(zmq.ROUTER, f"i{n}") for n in range(num_clients)]
+        self.outputs = [self._bind(zmq.PULL, f"o{n}") for n in range(num_clients)]
         self.addresses = {
-            "inputs": [f"ipc://{directory}/i{n}" for n in range(num_clients)],
-            "outputs": [f"ipc://{directory}/o{n}" for n in range(num_clients)],
+            "inputs": [address_of(socket) for socket in self.inputs],
+            "outputs": [address_of(socket) for socket in self.outputs],
         }
-        self.inputs = [self._bind(zmq.ROUTER, address) for address in self.addresses["inputs"]]
-        self.outputs = [self._bind(zmq.PULL, address) for address in self.addresses["outputs"]]
 
-    def _bind(self, kind: int, address: str) -> zmq.Socket[bytes]:
+    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        socket.bind(address)
+        socket.bind("tcp://127.0.0.1:*" if self._tcp else f"ipc://{self._directory}/{name}")
         return socket
+
+    def bind_at(self, address: str) -> zmq.Socket[bytes]:
+        """A ROUTER in place of one that has just been closed; libzmq gives an address back a moment later."""
+        socket = self._context.socket(zmq.ROUTER)
+        deadline_s = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                socket.bind(address)
+            except zmq.ZMQError:
+                assert time.monotonic() < deadline_s, f"{address} is still in use"
+                time.sleep(0.01)
+            else:
+                return socket
+
+    def close_sockets(self) -> None:
+        """Leave, as a front end that ends."""
+        for socket in (self.handshake, *self.inputs, *self.outputs):
+            socket.close(linger=0)
+
+    def send_when_reachable(self, *frames: bytes) -> None:
+        """For an engine that has lost its connection and is about to find it again."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        self.inputs[0].setsockopt(zmq.ROUTER_MANDATORY, 1)
+        while True:
+            try:
+                return self.send(*frames)
+            except zmq.ZMQError:
+                assert time.monotonic() < deadline_s, "the engine does not come back"
+                time.sleep(0.01)
 
     def __enter__(self) -> Self:
         return self
@@ -65,8 +97,8 @@ class ForeignFrontend:
             self.process.kill()
             self.process.wait(DEADLINE_S)
             for pipe in (self.process.stdin, self.process.stdout):
-                assert pipe is not None
-                pipe.close()
+                if pipe is not None:
+                    pipe.close()
         self._context.destroy(linger=0)
 
     def launch_line(self, engine: dict[str, Any], **runner_options: Any) -> bytes:
@@ -81,6 +113,18 @@ class ForeignFrontend:
         assert self.process.stdin is not None
         self.process.stdin.write(self.launch_line(engine or {}, **runner_options))
         self.process.stdin.flush()
+        return self.process
+
+    def launch_by_hand(self, *options: str, handshake: str | None = None) -> subprocess.Popen[bytes]:
+        """``anyengine engine``, as a person starts it: nothing on standard input, nobody who watches."""
+        command = [sys.executable, "-m", "anyengine.cli", "engine", "--handshake", handshake or self.handshake_address]
+        with self._stderr_path.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [*command, "--runner", TOY, *options],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+            )
         return self.process
 
     def start(self, engine: dict[str, Any] | None = None, **runner_options: Any) -> Self:
@@ -172,6 +216,10 @@ class ForeignFrontend:
         assert self.process is not None
         assert self.process.stdout is not None
         return [msgspec.json.decode(line) for line in self.process.stdout.read().splitlines()]
+
+
+def address_of(socket: zmq.Socket[bytes]) -> str:
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 def tokens(outputs: list[list[Any]]) -> list[int]:

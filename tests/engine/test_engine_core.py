@@ -11,7 +11,7 @@ from anyengine._wire import EngineCoreOutput, EngineCoreRequest, FinishReason, W
 from anyengine.config import EmbeddedEngine
 from anyengine.engine.core.engine_core import EngineCore
 from anyengine.engine.core.stopping import Stop, check_stop
-from anyengine.engine.interfaces import ScheduledSequence, SequenceState
+from anyengine.engine.interfaces import SampledToken, ScheduledSequence, SequenceState
 from anyengine.testing.toy_runner import ToyOptions, ToyRunner, create_runner, expected_tokens
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -92,7 +92,7 @@ class SmallRunner(ToyRunner):
         super().finish(request_id)
         self.held.discard(request_id)
 
-    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[int | None]:
+    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
         assert scheduled
         return super().step(scheduled)
 
@@ -195,3 +195,55 @@ def test_the_toy_honours_its_settings() -> None:
     add(engine, "a", [1], max_tokens=6)
     tokens = [token for output in run(engine) for token in output.new_token_ids]
     assert tokens == expected_tokens([1], 6, seed=3, vocab_size=50)
+
+
+def test_an_aborted_id_can_be_used_again_at_once() -> None:
+    """On an idle vLLM engine core the late ABORT swallows the ADD behind it."""
+    engine = core()
+    for held in (False, True):
+        if held:
+            add(engine, "a", max_tokens=9)
+            engine.step()
+        engine.abort(["a"])
+        add(engine, "a", max_tokens=2)
+        assert finished(run(engine)) == {"a": FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize(("k", "most"), [(-1, 262143), (2**40, 262143)])
+def test_prompt_logprobs_that_would_fill_the_memory_are_refused(k: int, most: int) -> None:
+    options = ToyOptions(vocab_size=2**20, max_model_len=1000)
+    engine = core(ToyRunner(options, seed=0, max_model_len=1000))
+    add(engine, "a", [1] * 128, prompt_logprobs=k)
+    (output,) = run(engine)
+    assert output.error is not None
+    assert output.error.message == f"prompt_logprobs={k} is too much for a prompt of 128 tokens: at most {most}"
+
+
+def test_the_clients_of_a_request_that_left_are_told_apart() -> None:
+    engine = core()
+    for client, name in enumerate("abc"):
+        request = EngineCoreRequest(name, PROMPT, sampling_params=WireSamplingParams(max_tokens=1 + 5 * client))
+        request.client_index = client
+        engine.add(request)
+    engine.step()
+    assert engine.take_finished() == {0: {"a"}}
+    engine.abort_client(2)
+    assert engine.take_finished() == {2: {"c"}}
+    assert finished(run(engine)) == {"b": FinishReason.LENGTH}
+    assert engine.take_finished() == {1: {"b"}}
+    assert engine.take_finished() == {}
+
+
+def test_after_a_reset_nothing_is_left_of_the_last_front_end() -> None:
+    engine = core()
+    add(engine, "a", max_tokens=9)
+    engine.step()
+    add(engine, "bad", [-1])
+    engine.utility("pause_generation", ["keep"])
+    engine.utility("set_weight_version", ["v2"])
+    engine.reset()
+    assert not engine.has_work()
+    assert engine.take_finished() == {}
+    assert engine.weight_version == "v2"  # the weights have not changed
+    add(engine, "a", max_tokens=2)
+    assert finished(run(engine)) == {"a": FinishReason.LENGTH}

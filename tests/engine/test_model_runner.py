@@ -167,7 +167,7 @@ def test_min_tokens_keep_the_end_away(runner: ModelRunner) -> None:
 
 
 def test_start_refuses_what_cannot_be_done_and_keeps_nothing(runner: ModelRunner) -> None:
-    for refused in ({"logprobs": 1}, {"logit_bias": {VOCAB_SIZE: 1.0}}, {"bad_words": ["word"]}):
+    for refused in ({"thinking_token_budget": 1}, {"logit_bias": {VOCAB_SIZE: 1.0}}, {"bad_words": ["word"]}):
         with pytest.raises(ValueError, match=next(iter(refused))):
             runner.start(make_sequence("refused", PROMPTS[0], **refused))
     runner.start(make_sequence("refused", PROMPTS[0]))

@@ -199,10 +199,9 @@ def test_penalties_follow_the_definitions() -> None:
 @pytest.mark.parametrize(
     ("params", "named"),
     [
-        ({"logprobs": 0}, "logprobs"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprob_start": 1}, "prompt_logprob_start"),
+        ({"logprob_token_ids": [VOCAB_SIZE]}, "logprob_token_ids"),
         ({"thinking_token_budget": 0}, "thinking_token_budget"),
-        ({"watermarking": True}, "watermarking"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids contains -1"),
         ({"logit_bias": {VOCAB_SIZE: 1.0}}, f"logit_bias contains {VOCAB_SIZE}"),
         ({"bad_words_token_ids": [[0, VOCAB_SIZE]]}, "_bad_words_token_ids"),
@@ -218,7 +217,8 @@ def test_what_it_cannot_do_is_named(params: dict[str, Any], named: str) -> None:
 
 def test_what_it_can_do_is_not_refused() -> None:
     params = WireSamplingParams(
-        temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, seed=1, min_tokens=1, stop=[], bad_words=[], watermarking=False,
-        presence_penalty=1.0, stop_token_ids=[10**6], logit_bias={0: 1.0},
+        temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, seed=1, min_tokens=1, stop=[], bad_words=[], watermarking=True,
+        logprobs=2, prompt_logprobs=0, logprob_token_ids=[0, 1], presence_penalty=1.0, stop_token_ids=[10**6],
+        logit_bias={0: 1.0},
     )  # fmt: skip
     assert unsupported_sampling(params, VOCAB_SIZE) is None

@@ -77,7 +77,7 @@ def advance(runner: ModelRunner, seqs: Sequence[SequenceState], chunk_tokens: in
         item.seq.num_computed_tokens += item.num_new_tokens
         assert (token is None) == (item.seq.num_computed_tokens < item.seq.num_tokens)
         if token is not None:
-            item.seq.output_token_ids.append(token)
+            item.seq.output_token_ids.append(token.token_id)
 
 
 def is_finished(runner: ModelRunner, seq: SequenceState) -> bool:

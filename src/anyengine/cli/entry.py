@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import anyio
 
+from anyengine.cli.engine import EngineOptions, serve_front_end
 from anyengine.cli.options import parse_arguments
 from anyengine.cli.rendering import error_lines
 from anyengine.cli.run import OutputClosedError, answer_prompt, until_signal
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the program's exit code."""
     options = parse_arguments(arguments)
     try:
-        return _run(options)
+        return _serve(options) if isinstance(options, EngineOptions) else _run(options)
     except KeyboardInterrupt:  # before the event loop has its handler, or while standard input is read
         return _SIGNAL + SIGINT
     except OutputClosedError:
@@ -44,6 +45,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _SIGNAL + SIGPIPE
     except Exception as error:  # noqa: BLE001 - the outermost frame: whatever went wrong is told in a line
         return _fail(error, options)
+
+
+def _serve(options: EngineOptions) -> int:
+    try:
+        options.check()
+        engine = options.engine()
+    except ValueError as error:
+        _fail(error, options)
+        return _USAGE
+    serve_front_end(options, engine)
+    return 0
 
 
 def _run(options: RunOptions) -> int:
@@ -97,7 +109,7 @@ def _reject(message: str, remedy: str, cause: Exception | None = None) -> NoRetu
     raise RequestRejected(message, parameter="prompt", remedy=remedy) from cause
 
 
-def _fail(error: Exception, options: RunOptions) -> int:
+def _fail(error: Exception, options: RunOptions | EngineOptions) -> int:
     if options.traceback:
         traceback.print_exception(error)
     text = error_lines(error)

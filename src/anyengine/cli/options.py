@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, get_args
 
 from anyengine import EmbeddedEngine, SamplingParams
+from anyengine.cli.engine import EngineOptions, add_engine_options
 from anyengine.config import DEFAULT_MODEL, DType
 
 __all__ = ["RunOptions", "parse_arguments"]
@@ -21,6 +22,13 @@ _EXAMPLES = """examples:
   anyengine run "What is the capital of France?"
   anyengine run --backend trio --temperature 0.7 --seed 1 "Tell me a story."
   git diff | anyengine run --system "Review this change." -
+"""
+_ENGINE_EXAMPLES = """examples (the front end on the same host, then on another one):
+  vllm serve MODEL --data-parallel-size-local 0 --data-parallel-rpc-port 29550
+  anyengine engine MODEL --handshake tcp://127.0.0.1:29550
+
+  vllm-rs serve MODEL --data-parallel-size-local 0 --data-parallel-address 10.0.0.1 --data-parallel-rpc-port 29550
+  anyengine engine MODEL --handshake tcp://10.0.0.1:29550 --stay
 """
 
 
@@ -66,7 +74,7 @@ class RunOptions:
         return [*system, {"role": "user", "content": prompt}]
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> RunOptions:
+def parse_arguments(arguments: Sequence[str] | None = None) -> RunOptions | EngineOptions:
     """Parse ``arguments`` (the program's own by default). Exits with 2 and a usage message when they make no sense."""
     parser = ArgumentParser(prog="anyengine", description="LLM inference under one AnyIO task group.")
     parser.add_argument("--version", action="version", version=f"anyengine {_version()}")
@@ -82,12 +90,29 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> RunOptions:
     _add_engine_options(run)
     _add_sampling_options(run)
     _add_output_options(run)
-    options = RunOptions(**vars(parser.parse_args(arguments)))
+    run.set_defaults(options_type=RunOptions)
+    engine = commands.add_parser(
+        "engine",
+        help="be the engine of a front end that runs elsewhere",
+        description="Load a model and serve a front end that waits for its engines: vLLM's AsyncLLM and vllm-rs among "
+        "them. Ends when the front end has gone, or on SIGTERM or SIGINT.",
+        epilog=_ENGINE_EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    add_engine_options(engine)
+    engine.set_defaults(options_type=EngineOptions)
+    values = vars(parser.parse_args(arguments))
+    options: RunOptions | EngineOptions = values.pop("options_type")(**values)
+    if isinstance(options, RunOptions):
+        _check_run_options(run, options)
+    return options
+
+
+def _check_run_options(run: ArgumentParser, options: RunOptions) -> None:
     if options.uvloop and options.backend != "asyncio":
         run.error("--uvloop is an event loop of asyncio: leave it out, or use --backend asyncio")
     if options.raw and options.system is not None:
         run.error("--system needs the chat template, which --raw leaves out: give one of them")
-    return options
 
 
 def _add_prompt_options(run: ArgumentParser) -> None:

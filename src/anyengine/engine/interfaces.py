@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from anyengine._wire import (
     EngineCoreOutput,
     EngineCoreReadyResponse,
     EngineCoreRequest,
+    LogprobsLists,
+    LogprobsTensors,
     SchedulerStats,
     WireSamplingParams,
 )
 
-__all__ = ["Engine", "ModelRunner", "ScheduledSequence", "SequenceState"]
+__all__ = ["Engine", "ModelRunner", "SampledToken", "ScheduledSequence", "SequenceState"]
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +50,15 @@ class ScheduledSequence:
     num_new_tokens: int
 
 
+class SampledToken(NamedTuple):
+    """What a step yields for one sequence: its next token, and what its sampling parameters ask for beside that."""
+
+    token_id: int
+    logprobs: LogprobsLists | None = None
+    prompt_logprobs: LogprobsTensors | None = None
+    """With the first token only."""
+
+
 class ModelRunner(Protocol):
     """Runs the model for whole steps. Synchronous, one thread. Sampling included."""
 
@@ -64,7 +75,7 @@ class ModelRunner(Protocol):
     def finish(self, request_id: str) -> None:
         """Release everything held for it. Unknown ids are ignored."""
 
-    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[int | None]:
+    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
         """Run one step; a sampled token for each entry, in order (``None``: its prompt is not complete yet).
 
         Does not change ``seq``: the caller appends the token and advances ``num_computed_tokens``.
@@ -86,6 +97,9 @@ class Engine(Protocol):
     def abort(self, request_ids: Sequence[str]) -> None:
         """Forget requests without an output. Unknown ids are ignored."""
 
+    def abort_client(self, client_index: int) -> None:
+        """Forget all requests of a client that has gone, without an output."""
+
     def abort_all(self) -> None:
         """End every request; each gets an output with finish reason ABORT at the next step."""
 
@@ -101,12 +115,22 @@ class Engine(Protocol):
     def step(self) -> list[tuple[int, EngineCoreOutput]]:
         """One step: ``(client_index, output)`` pairs. An exception here is fatal for the engine."""
 
+    def take_finished(self) -> dict[int, set[str]]:
+        """The requests that have left the engine since the last call, in whatever way, by client."""
+
     def scheduler_stats(self) -> SchedulerStats:
         """The load after the last step."""
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the weights that the last step ran with."""
 
     def utility(self, method: str, args: Sequence[Any]) -> Any:
         """An allow-listed call. Raises for a failure reply; returns a Future for a reply that comes later, behind the
         outputs of the step that completes it."""
+
+    def reset(self) -> None:
+        """Be as new for the next front ends: no request, no pause. Counters and model stay."""
 
     def close(self) -> None:
         """Release everything."""

@@ -1,5 +1,4 @@
-"""Puts an engine process together: launch line, status lines, model runner, core, server; and turns a failure into a
-last status.
+"""Puts an engine process together: model runner, core, server; and, for a host, launch line and status lines.
 
 Owns the choice of the model runner and the exit code. Imports torch only by importing the runner that asks for it.
 """
@@ -20,15 +19,15 @@ from anyengine._process.status import ChildError, Status, encode_status
 from anyengine.config import EmbeddedEngine, EngineLaunch
 from anyengine.engine.core.engine_core import EngineCore
 from anyengine.engine.interfaces import ModelRunner
-from anyengine.engine.serving.server import serve
+from anyengine.engine.serving.server import Attachment, OnStop, serve
 
-__all__ = ["run_engine"]
+__all__ = ["run_attached_engine", "run_engine"]
 
 RunnerFactory = Callable[[EmbeddedEngine, Callable[[Status], None]], ModelRunner]
 
 
-def run_engine(launch_line: bytes, status_fd: int, *, on_stop: Callable[[Callable[[], None]], None]) -> int:
-    """Run an engine to its end; its exit code. ``on_stop`` is :func:`~.serving.server.serve`'s."""
+def run_engine(launch_line: bytes, status_fd: int, *, on_stop: OnStop) -> int:
+    """Run the engine of a host to its end; its exit code. ``on_stop`` is :func:`~.serving.server.serve`'s."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def report(status: Status) -> None:
@@ -39,7 +38,8 @@ def run_engine(launch_line: bytes, status_fd: int, *, on_stop: Callable[[Callabl
     exit_code = 0
     try:
         launch = msgspec.json.decode(launch_line, type=EngineLaunch)
-        serve(launch, create_engine=lambda: _create_core(launch, report), report=report, on_stop=on_stop)
+        attachment = Attachment(handshake_address=launch.handshake_address, rank=launch.rank)
+        run_attached_engine(attachment, launch.engine or EmbeddedEngine(), report=report, on_stop=on_stop)
     except BaseException as exc:  # noqa: BLE001 - SystemExit from a library included: whatever ends an engine is reported
         text = traceback.format_exc()
         report(Status("failed", error=ChildError(_qualified_name(exc), str(exc), text)))
@@ -48,9 +48,19 @@ def run_engine(launch_line: bytes, status_fd: int, *, on_stop: Callable[[Callabl
     return exit_code
 
 
-def _create_core(launch: EngineLaunch, report: Callable[[Status], None]) -> EngineCore:
-    config = launch.engine or EmbeddedEngine()
-    return EngineCore(_runner_factory(config.runner)(config, report), config, rank=launch.rank)
+def run_attached_engine(
+    attachment: Attachment, config: EmbeddedEngine, *, report: Callable[[Status], None], on_stop: OnStop
+) -> None:
+    """Run our engine core behind the front end that ``attachment`` names, to a graceful end.
+
+    Raises:
+        Exception: whatever the start-up or the engine raised.
+    """
+
+    def create_core() -> EngineCore:
+        return EngineCore(_runner_factory(config.runner)(config, report), config, rank=attachment.rank)
+
+    serve(attachment, create_engine=create_core, report=report, on_stop=on_stop)
 
 
 def _runner_factory(name: str) -> RunnerFactory:

@@ -22,7 +22,7 @@ import msgspec
 
 from anyengine._process.status import Status
 from anyengine.config import EmbeddedEngine
-from anyengine.engine.interfaces import ModelRunner, ScheduledSequence, SequenceState
+from anyengine.engine.interfaces import ModelRunner, SampledToken, ScheduledSequence, SequenceState
 
 __all__ = ["ToyOptions", "ToyRunner", "create_runner", "expected_tokens", "next_token"]
 
@@ -74,12 +74,14 @@ class ToyRunner:
     def start(self, seq: SequenceState) -> None:
         if seq.request_id in self._num_cached_tokens:
             raise RuntimeError(f"{seq.request_id!r} was started twice")
+        if seq.sampling.logprobs is not None or seq.sampling.prompt_logprobs is not None:
+            raise ValueError("the toy has no log-probabilities")
         self._num_cached_tokens[seq.request_id] = 0
 
     def finish(self, request_id: str) -> None:
         self._num_cached_tokens.pop(request_id, None)
 
-    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[int | None]:
+    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
         self._num_steps += 1
         if self._options.step_delay_s:
             time.sleep(self._options.step_delay_s)
@@ -92,7 +94,7 @@ class ToyRunner:
     def close(self) -> None:
         self._num_cached_tokens.clear()
 
-    def _compute(self, seq: SequenceState, num_new_tokens: int) -> int | None:
+    def _compute(self, seq: SequenceState, num_new_tokens: int) -> SampledToken | None:
         num_cached_tokens = self._num_cached_tokens[seq.request_id]
         if num_cached_tokens != seq.num_computed_tokens or num_new_tokens < 1:
             raise RuntimeError(
@@ -103,7 +105,8 @@ class ToyRunner:
             raise RuntimeError(f"{seq.request_id!r} has {seq.num_tokens} tokens, {num_cached_tokens} were scheduled")
         if num_cached_tokens < seq.num_tokens:
             return None
-        return next_token(self._seed, seq.prompt_token_ids + seq.output_token_ids, self.vocab_size)
+        tokens = seq.prompt_token_ids + seq.output_token_ids
+        return SampledToken(next_token(self._seed, tokens, self.vocab_size))
 
 
 def create_runner(config: EmbeddedEngine, report: Callable[[Status], None]) -> ModelRunner:

@@ -7,34 +7,39 @@ Mirrors ``vllm.v1.engine.core.EngineCore`` of vLLM 0.32/0.33.
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from anyengine._wire import (
+    EngineCoreEvent,
     EngineCoreOutput,
     EngineCoreReadyResponse,
     EngineCoreRequest,
     EngineRequestError,
     FinishReason,
     PrefillStats,
+    PrefixCacheStats,
     SchedulerStats,
 )
 from anyengine.config import EmbeddedEngine
-from anyengine.engine.core.pausing import PauseGate, PauseMode
+from anyengine.engine.core.controls import EngineControls
+from anyengine.engine.core.pausing import PauseGate
 from anyengine.engine.core.scheduler import Scheduler
 from anyengine.engine.core.statistics import EngineStatistics
 from anyengine.engine.core.stopping import Stop, check_stop
-from anyengine.engine.core.utilities import UtilityTable
 from anyengine.engine.core.validation import check_request
-from anyengine.engine.interfaces import ModelRunner, ScheduledSequence, SequenceState
+from anyengine.engine.interfaces import ModelRunner, SampledToken, ScheduledSequence, SequenceState
 
 __all__ = ["DIALECT_VERSION", "EngineCore"]
 
 DIALECT_VERSION = "0.33.0"
 """The vLLM release whose wire layout this engine speaks: clients pick theirs by it."""
+
+
+_QUEUED, _SCHEDULED = 1, 2  # vLLM's EngineCoreEventType
 
 
 @dataclass(slots=True)
@@ -44,6 +49,8 @@ class _Live:
     seq: SequenceState
     client_index: int
     trace_headers: dict[str, str] | None
+    events: list[EngineCoreEvent]
+    """What has happened to it, until its first output tells."""
     started: bool = False
     """Whether the runner holds something for it."""
 
@@ -63,30 +70,27 @@ class EngineCore:
     Invariant: a request is in ``_live`` exactly as long as the scheduler has its sequence.
     """
 
-    def __init__(self, runner: ModelRunner, config: EmbeddedEngine, *, rank: int = 0) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EmbeddedEngine,
+        *,
+        rank: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._runner = runner
+        self._clock = clock
         self._config = config
         self._rank = rank
         self._scheduler = Scheduler(
             max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
         )
         self._live: dict[str, _Live] = {}
+        self._finished: dict[int, set[str]] = {}
         self._unsent: list[tuple[int, EngineCoreOutput]] = []  # made between steps; they go out with the next one
         self._statistics = EngineStatistics()
         self._gate = PauseGate()
-        self._utilities = UtilityTable(
-            {
-                "get_supported_tasks": self._get_supported_tasks,
-                "get_engine_statistics": self._get_engine_statistics,
-                "is_scheduler_paused": self._is_paused,
-                "is_sleeping": self._is_paused,  # vLLM, too, counts paused as sleeping
-                "pause_scheduler": self._pause_scheduler,
-                "pause_generation": self._pause_generation,
-                "resume_scheduler": self._resume_scheduler,
-                "reset_prefix_cache": self._reset_prefix_cache,
-                "reset_mm_cache": self._reset_mm_cache,
-            }
-        )
+        self._controls = EngineControls(self._gate, abort_all=self.abort_all, statistics=self._get_engine_statistics)
 
     def ready_response(self) -> EngineCoreReadyResponse:
         config, max_model_len = self._config, self._runner.max_model_len
@@ -128,7 +132,8 @@ class EngineCore:
         prompt_token_ids, sampling = checked
         arrival_order = self._statistics.adds_received
         seq = SequenceState(request_id, prompt_token_ids, sampling, request.priority, arrival_order)
-        self._live[request_id] = _Live(seq, client_index, request.trace_headers)
+        events = [EngineCoreEvent(_QUEUED, self._clock())]
+        self._live[request_id] = _Live(seq, client_index, request.trace_headers, events)
         self._scheduler.add(seq)
 
     def refuse(self, client_index: int, request_id: str, reason: str) -> None:
@@ -143,6 +148,11 @@ class EngineCore:
                 self._statistics.unknown_aborts += 1
         gone = set(request_ids)
         self._unsent = [(client, output) for client, output in self._unsent if output.request_id not in gone]
+
+    def abort_client(self, client_index: int) -> None:
+        for request_id in [id_ for id_, live in self._live.items() if live.client_index == client_index]:
+            self._forget(request_id)
+        self._unsent = [(client, output) for client, output in self._unsent if client != client_index]
 
     def abort_all(self) -> None:
         for request_id, live in list(self._live.items()):
@@ -167,15 +177,32 @@ class EngineCore:
             self._gate.settle()
         return outputs
 
+    def take_finished(self) -> dict[int, set[str]]:
+        finished, self._finished = self._finished, {}
+        return finished
+
     def scheduler_stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running_reqs=self._scheduler.num_running,
             num_waiting_reqs=self._scheduler.num_waiting,
             step_counter=self._statistics.num_steps,
+            kv_cache_usage=self._scheduler.num_running / self._config.max_num_seqs,  # a block is a whole sequence
+            prefix_cache_stats=PrefixCacheStats(),  # not optional to vLLM's front ends, which fail without it
         )
 
+    @property
+    def weight_version(self) -> str:
+        return self._controls.weight_version
+
     def utility(self, method: str, args: Sequence[Any]) -> Any:
-        return self._utilities.call(method, args)
+        return self._controls.call(method, args)
+
+    def reset(self) -> None:
+        for request_id in list(self._live):
+            self._forget(request_id)
+        self._finished.clear()
+        self._unsent.clear()
+        self._gate.resume()
 
     def close(self) -> None:
         self._runner.close()
@@ -194,6 +221,7 @@ class EngineCore:
                 try:
                     self._runner.start(item.seq)
                     live.started = True
+                    live.events.append(EngineCoreEvent(_SCHEDULED, self._clock()))
                 except MemoryError as exc:
                     if not kept:
                         self._give_up(live, "out_of_memory", exc)
@@ -209,28 +237,30 @@ class EngineCore:
         return kept
 
     def _run(self, scheduled: list[ScheduledSequence]) -> list[tuple[int, EngineCoreOutput]]:
-        token_ids = self._runner.step(scheduled)
+        tokens = self._runner.step(scheduled)
         self._statistics.num_steps += 1
         outputs: list[tuple[int, EngineCoreOutput]] = []
-        for item, token_id in zip(scheduled, token_ids, strict=True):
+        for item, token in zip(scheduled, tokens, strict=True):
             seq = item.seq
             if seq.num_computed_tokens < len(seq.prompt_token_ids):
                 self._statistics.num_prefill_tokens_computed += item.num_new_tokens
             else:
                 self._statistics.num_decode_tokens_computed += item.num_new_tokens
             seq.num_computed_tokens += item.num_new_tokens
-            if token_id is not None:
+            if token is not None:
                 live = self._live[seq.request_id]
-                outputs.append((live.client_index, self._take_token(live, token_id)))
+                outputs.append((live.client_index, self._take_token(live, token)))
         return outputs
 
-    def _take_token(self, live: _Live, token_id: int) -> EngineCoreOutput:
+    def _take_token(self, live: _Live, token: SampledToken) -> EngineCoreOutput:
         seq = live.seq
-        seq.output_token_ids.append(token_id)
+        seq.output_token_ids.append(token.token_id)
         stop = check_stop(seq, self._runner.max_model_len)
-        output = live.output([token_id], stop)
+        output = live.output([token.token_id], stop)
+        output.new_logprobs, output.new_prompt_logprobs_tensors = token.logprobs, token.prompt_logprobs
         if len(seq.output_token_ids) == 1:
             num_prompt_tokens = len(seq.prompt_token_ids)
+            output.events = live.events
             output.prefill_stats = PrefillStats(num_prompt_tokens, num_computed_tokens=num_prompt_tokens)
         if stop:
             self._forget(seq.request_id)
@@ -244,17 +274,14 @@ class EngineCore:
     def _fail(self, client_index: int, request_id: str, error: EngineRequestError) -> None:
         self._statistics.requests_failed += 1
         output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error)
+        self._finished.setdefault(client_index, set()).add(request_id)
         self._unsent.append((client_index, output))
 
     def _forget(self, request_id: str) -> None:
-        del self._live[request_id]
+        live = self._live.pop(request_id)
+        self._finished.setdefault(live.client_index, set()).add(request_id)
         self._scheduler.remove(request_id)
         self._runner.finish(request_id)
-
-    # Utilities. Their signatures are vLLM's; what has no meaning here (caches that do not exist) is accepted and true.
-
-    def _get_supported_tasks(self) -> list[str]:
-        return ["generate"]
 
     def _get_engine_statistics(self) -> dict[str, int]:
         scheduler = self._scheduler
@@ -263,28 +290,3 @@ class EngineCore:
             "num_running_requests": scheduler.num_running,
             "num_waiting_requests": scheduler.num_waiting,
         }
-
-    def _reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        return True
-
-    def _reset_mm_cache(self) -> None:
-        return None
-
-    def _is_paused(self) -> bool:
-        return self._gate.paused
-
-    def _pause_scheduler(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
-        """New requests wait. The reply comes behind the last output of whatever had to end first."""
-        return self._pause(mode, refuse_new=False)
-
-    def _pause_generation(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
-        """The same, but new requests fail with a retryable error."""
-        return self._pause(mode, refuse_new=True)
-
-    def _pause(self, mode: PauseMode, *, refuse_new: bool) -> Future[None]:
-        if mode == "abort":
-            self.abort_all()
-        return self._gate.pause(mode, refuse_new=refuse_new)
-
-    def _resume_scheduler(self) -> None:
-        self._gate.resume()

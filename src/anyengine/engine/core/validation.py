@@ -17,14 +17,14 @@ __all__ = ["check_request"]
 
 _UNSUPPORTED_REQUEST_FIELDS = ("pooling_params", "mm_features", "lora_request", "prompt_embeds", "resumable")
 _UNSUPPORTED_SAMPLING_FIELDS = (
-    "logprobs",
-    "prompt_logprobs",
-    "logprob_token_ids",
     "prompt_logprob_token_ids",
     "structured_outputs",
     "repetition_detection",
     "thinking_token_budget",
 )
+_MAX_PROMPT_LOGPROBS_BYTES = 2**28
+"""Of one request, ids and values together: a long prompt with the whole vocabulary for each token must not exhaust the
+memory that all share."""
 _SAMPLING_RANGES = {  # field: smallest, largest
     "temperature": (0.0, 2.0),
     "top_p": (math.ulp(0.0), 1.0),
@@ -35,6 +35,8 @@ _SAMPLING_RANGES = {  # field: smallest, largest
     "repetition_penalty": (math.ulp(0.0), sys.float_info.max),
     "max_tokens": (1, math.inf),
     "min_tokens": (0, math.inf),
+    "logprobs": (-1, math.inf),
+    "prompt_logprobs": (-1, math.inf),
 }
 
 
@@ -50,7 +52,11 @@ def check_request(
         return "sampling_params is missing"
     if not prompt:
         return "prompt_token_ids is empty"
-    refusal = _sampling_refusal(sampling) or _prompt_refusal(prompt, vocab_size, max_model_len)
+    refusal = (
+        _sampling_refusal(sampling)
+        or _prompt_refusal(prompt, vocab_size, max_model_len)
+        or _prompt_logprobs_refusal(sampling.prompt_logprobs, len(prompt), vocab_size)
+    )
     return refusal or (prompt, sampling)
 
 
@@ -62,7 +68,7 @@ def _sampling_refusal(sampling: WireSamplingParams) -> str | None:
         return "max_tokens is missing"
     for field, (smallest, largest) in _SAMPLING_RANGES.items():
         value = getattr(sampling, field)
-        if not smallest <= value <= largest:  # NaN included
+        if value is not None and not smallest <= value <= largest:  # NaN included
             return f"{field}={value!r} is out of range"
     if sampling.min_tokens > sampling.max_tokens:
         return f"min_tokens={sampling.min_tokens} exceeds max_tokens={sampling.max_tokens}"
@@ -78,4 +84,14 @@ def _prompt_refusal(prompt: list[int], vocab_size: int, max_model_len: int) -> s
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         culprit = next(token for token in prompt if not 0 <= token < vocab_size)
         return f"prompt_token_ids contains {culprit}, which is outside the vocabulary of {vocab_size} tokens"
+    return None
+
+
+def _prompt_logprobs_refusal(k: int | None, num_prompt_tokens: int, vocab_size: int) -> str | None:
+    if k is None:
+        return None
+    num_columns = 1 + (vocab_size if k == -1 else min(k, vocab_size))
+    if 8 * num_columns * num_prompt_tokens > _MAX_PROMPT_LOGPROBS_BYTES:
+        most = max(0, _MAX_PROMPT_LOGPROBS_BYTES // (8 * num_prompt_tokens) - 1)
+        return f"prompt_logprobs={k} is too much for a prompt of {num_prompt_tokens} tokens: at most {most}"
     return None

@@ -16,7 +16,7 @@ from typing import Any
 from anyengine._process.status import Status
 from anyengine._wire import WireSamplingParams
 from anyengine.config import EmbeddedEngine
-from anyengine.engine.interfaces import ModelRunner, ScheduledSequence, SequenceState
+from anyengine.engine.interfaces import ModelRunner, SampledToken, ScheduledSequence, SequenceState
 from anyengine.engine.models import resolve_model
 
 try:
@@ -24,6 +24,7 @@ try:
 
     from anyengine.engine.runner.kv_cache import SlotCache
     from anyengine.engine.runner.loader import LoadedModel, load_model
+    from anyengine.engine.runner.logprobs import PromptLogprobs, sampled_logprobs
     from anyengine.engine.runner.sampler import sample, unsupported_sampling
 except ImportError as _missing:
     raise ImportError(
@@ -78,6 +79,7 @@ class TransformersRunner:
             "cache" if "cache" in inspect.signature(self._model.forward).parameters else "past_key_values"
         )
         self._seeds: dict[str, int] = {}
+        self._prompt_logprobs: dict[str, PromptLogprobs] = {}  # of those who ask, until their prompt is complete
         self._unseeded = random.Random(seed)  # noqa: S311  # sampling noise, not a secret
         self._learn_cache_shapes()
 
@@ -93,14 +95,17 @@ class TransformersRunner:
         self._cache.reserve(seq.request_id, min(num_tokens, self.max_model_len))
         seed = seq.sampling.seed
         self._seeds[seq.request_id] = self._unseeded.getrandbits(64) if seed is None else seed
+        if seq.sampling.prompt_logprobs is not None:
+            self._prompt_logprobs[seq.request_id] = PromptLogprobs(seq)
 
     def finish(self, request_id: str) -> None:
         """Release its slot."""
         self._cache.release(request_id)
         self._seeds.pop(request_id, None)
+        self._prompt_logprobs.pop(request_id, None)
 
     @torch.no_grad()
-    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[int | None]:
+    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
         """One pass for each distinct number of new tokens, then one sampling of all that completed their tokens."""
         passes: dict[int, list[int]] = {}
         for index, item in enumerate(scheduled):
@@ -109,16 +114,29 @@ class TransformersRunner:
         for num_new_tokens, indices in passes.items():
             # In slot order, so that the rows are one view of the cache.
             indices.sort(key=lambda index: self._cache.slot(scheduled[index].seq.request_id))
-            logits = self._forward([scheduled[index].seq for index in indices], num_new_tokens)
-            rows.update(zip(indices, logits, strict=True))
+            seqs = [scheduled[index].seq for index in indices]
+            logits = self._forward(seqs, num_new_tokens)  # [num_seqs, 1 or num_new_tokens, vocab], float32
+            rows.update(zip(indices, logits[:, -1], strict=True))
+            for seq, of_seq in zip(seqs, logits, strict=True) if self._prompt_logprobs else ():
+                if (collector := self._prompt_logprobs.get(seq.request_id)) is not None:
+                    collector.add(of_seq, seq.num_computed_tokens)
         complete = [index for index, item in enumerate(scheduled) if _completes(item)]
-        tokens: list[int | None] = [None] * len(scheduled)
+        tokens: list[SampledToken | None] = [None] * len(scheduled)
         if complete:
             seqs = [scheduled[index].seq for index in complete]
-            logits = torch.stack([rows[index] for index in complete])  # [num_complete, vocab], float32
-            sampled = sample(logits, seqs, [self._seeds[seq.request_id] for seq in seqs])
-            for index, token_id in zip(complete, sampled, strict=True):
-                tokens[index] = token_id
+            sampled = self._sample(torch.stack([rows[index] for index in complete]), seqs)
+            for index, token in zip(complete, sampled, strict=True):
+                tokens[index] = token
+        return tokens
+
+    def _sample(self, logits: torch.Tensor, seqs: Sequence[SequenceState]) -> list[SampledToken]:
+        """The next token of each sequence; logits: [num_seqs, vocab], float32."""
+        token_ids = sample(logits, seqs, [self._seeds[seq.request_id] for seq in seqs])
+        logprobs = sampled_logprobs(logits, seqs, token_ids)
+        tokens: list[SampledToken] = []
+        for seq, token_id, of_token in zip(seqs, token_ids, logprobs, strict=True):
+            collector = self._prompt_logprobs.pop(seq.request_id, None)
+            tokens.append(SampledToken(token_id, of_token, collector.result() if collector else None))
         return tokens
 
     def close(self) -> None:
@@ -137,7 +155,8 @@ class TransformersRunner:
         self._cache.release(probe.request_id)
 
     def _forward(self, seqs: Sequence[SequenceState], num_new_tokens: int) -> torch.Tensor:
-        """The logits after the last new token of each sequence: [num_seqs, vocab], float32."""
+        """The logits after the last new token of each sequence, [num_seqs, 1, vocab], float32; or, if a prompt among
+        them is to be scored, after all of them: [num_seqs, num_new_tokens, vocab]."""
         starts = [seq.num_computed_tokens for seq in seqs]
         input_ids = [_token_slice(seq, start, start + num_new_tokens) for seq, start in zip(seqs, starts, strict=True)]
         lengths = [start + num_new_tokens for start in starts]
@@ -149,11 +168,12 @@ class TransformersRunner:
             position_ids=positions,
             attention_mask=self._attention.masks(positions, max(lengths)),
             use_cache=True,
-            logits_to_keep=1,
+            # 0: all.
+            logits_to_keep=0 if any(seq.request_id in self._prompt_logprobs for seq in seqs) else 1,
             **{self._cache_argument: self._cache},
         )
         logits: torch.Tensor = output.logits
-        return logits[:, -1].float()
+        return logits.float()
 
 
 def _completes(item: ScheduledSequence) -> bool:

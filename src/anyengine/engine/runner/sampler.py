@@ -22,15 +22,12 @@ from anyengine.engine.interfaces import SequenceState
 __all__ = ["sample", "unsupported_sampling"]
 
 _UNSUPPORTED = (
-    "logprobs",
-    "prompt_logprobs",
-    "logprob_token_ids",
     "prompt_logprob_token_ids",
+    "prompt_logprob_start",
     "structured_outputs",
     "thinking_token_budget",
     "repetition_detection",
     "trace_decode_token_ids",
-    "watermarking",
 )
 
 _GREEDY_BELOW = 1e-5  # vLLM's threshold: a lower temperature means greedy
@@ -48,6 +45,7 @@ def unsupported_sampling(params: WireSamplingParams, vocab_size: int) -> str | N
     token_ids = {
         "allowed_token_ids": params.allowed_token_ids or (),
         "logit_bias": params.logit_bias or (),
+        "logprob_token_ids": params.logprob_token_ids or (),
         "_bad_words_token_ids": [token_id for word in params.bad_words_token_ids or () for token_id in word],
     }
     for name, ids in token_ids.items():

@@ -27,6 +27,7 @@ from anyengine._wire import (
     UtilityOutput,
 )
 from anyengine.engine.interfaces import Engine
+from anyengine.engine.serving.front_ends import FrontEndsGone
 from anyengine.engine.serving.io_threads import Command, OutputThread, StopEngine, ThreadFailed, utility_failure
 from anyengine.engine.serving.malformed import Malformed
 
@@ -48,19 +49,35 @@ class BusyLoop:
     """Commands in, steps, outputs out. One thread, the main one, from :meth:`run` to its return."""
 
     def __init__(
-        self, engine: Engine, commands: SimpleQueue[Command], output: OutputThread, *, rank: int, num_clients: int
+        self,
+        engine: Engine,
+        commands: SimpleQueue[Command],
+        output: OutputThread,
+        *,
+        rank: int,
+        num_clients: int,
+        reports_finished: bool,
     ) -> None:
         self._engine = engine
         self._commands = commands
         self._output = output
         self._rank = rank
         self._num_clients = num_clients
+        self._reports_finished = reports_finished  # to clients that balance: they count what each rank has
         self._deferred: list[_DeferredReply] = []
         self._stopping = False
+        self._load_is_known = True
+        """Whether the last statistics that were sent tell of an idle engine that has stayed so."""
+        self.abandoned: bool = False
+        """Why it stopped: all front ends have gone for good."""
         self._logged_kinds: set[str] = set()
 
     def run(self) -> None:
-        """Serve until :class:`StopEngine` arrives; then end all requests with ABORT. Raises what the engine raised."""
+        """Serve until :class:`StopEngine` arrives, or until every front end has gone; then end all requests with ABORT.
+
+        Raises:
+            Exception: what the engine raised.
+        """
         while True:
             self._handle_commands(block=not self._engine.has_work())
             if self._stopping:
@@ -68,6 +85,8 @@ class BusyLoop:
             if self._engine.has_work():
                 self._deliver(self._engine.step())
                 self._answer_deferred()
+            else:
+                self._deliver([])  # an abort may have taken the last request away
         self._engine.abort_all()
         self._deliver(self._engine.step())
 
@@ -98,10 +117,19 @@ class BusyLoop:
                 self._note_malformed("START_DP_WAVE", "this engine takes no part in waves")
             case StopEngine():
                 self._stopping = True
+            case FrontEndsGone():
+                self._drop_clients(command)
             case ThreadFailed():
                 raise command.error
             case _:
                 assert_never(command)
+
+    def _drop_clients(self, gone: FrontEndsGone) -> None:
+        _logger.warning("front end %s has gone: its requests end here", ", ".join(map(str, gone.client_indices)))
+        for client_index in gone.client_indices:
+            self._engine.abort_client(client_index)
+        if gone.all_gone:
+            self._stopping = self.abandoned = True
 
     def _add(self, request: EngineCoreRequest) -> None:
         if not self._is_client(request.client_index):
@@ -110,6 +138,7 @@ class BusyLoop:
             output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
             self._send(request.client_index, EngineCoreOutputs(outputs=[output]))
         else:
+            self._load_is_known = False
             self._engine.add(request)
 
     def _call(self, call: UtilityCall) -> None:
@@ -166,12 +195,29 @@ class BusyLoop:
         by_client: dict[int, list[EngineCoreOutput]] = {}
         for client_index, output in outputs:
             by_client.setdefault(client_index, []).append(output)
+            self._load_is_known = False
+        finished = self._engine.take_finished()
+        if not self._reports_finished:
+            finished.clear()
         stats: SchedulerStats | None = self._engine.scheduler_stats()
-        for client_index, batch in by_client.items():
-            self._send(client_index, EngineCoreOutputs(outputs=batch, scheduler_stats=stats))
+        for client_index in dict.fromkeys([*by_client, *finished]):
+            outputs_of_client, gone = by_client.get(client_index, []), finished.get(client_index)
+            self._send_step(client_index, outputs_of_client, stats, gone)
             stats = None  # on one message of a step only, as vLLM
-        if by_client and not self._engine.has_work():
-            self._send(0, EngineCoreOutputs(scheduler_stats=self._engine.scheduler_stats()))
+        if not self._load_is_known and not self._engine.has_work():
+            self._load_is_known = True
+            self._send_step(0, [], self._engine.scheduler_stats(), None)
+
+    def _send_step(
+        self,
+        client_index: int,
+        outputs: list[EngineCoreOutput],
+        stats: SchedulerStats | None,
+        finished: set[str] | None,
+    ) -> None:
+        message = EngineCoreOutputs(outputs=outputs, scheduler_stats=stats, finished_requests=finished)
+        message.weight_version = self._engine.weight_version
+        self._send(client_index, message)
 
     def _reply(self, client_index: int, output: UtilityOutput, *, method: str = "") -> None:
         self._send(client_index, EngineCoreOutputs(utility_output=output), method=method)

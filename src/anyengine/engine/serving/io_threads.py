@@ -3,15 +3,18 @@
 Owns the input sockets (one DEALER for each client, in the input thread) and the output sockets (one PUSH for each
 client, in the output thread): a socket is created, used and closed by one thread. Knows the wire, and nothing of
 engines. Unlike vLLM's threads, neither can be killed by a message: what cannot be decoded goes to the busy loop as
-:class:`Malformed`, what cannot be encoded becomes a failure reply. Mirrors ``EngineCoreProc.process_input_sockets``
-and ``process_output_sockets`` of vLLM 0.32/0.33.
+:class:`Malformed`, what cannot be encoded becomes a failure reply. The input thread also notices when front ends
+leave, where it is asked to. Mirrors ``EngineCoreProc.process_input_sockets`` and ``process_output_sockets`` of vLLM
+0.32/0.33.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -29,6 +32,8 @@ from anyengine._wire import (
     Frame,
     UtilityOutput,
 )
+from anyengine.engine.serving.connections import ConnectionMonitor, connect
+from anyengine.engine.serving.front_ends import FrontEndsGone, FrontEndWatch
 from anyengine.engine.serving.malformed import Malformed, salvage
 from anyengine.exceptions import DecodeError, EncodeError
 
@@ -54,7 +59,7 @@ class ThreadFailed:
     error: BaseException
 
 
-Command = EngineInput | Malformed | StopEngine | ThreadFailed
+Command = EngineInput | Malformed | StopEngine | FrontEndsGone | ThreadFailed
 
 
 class _SocketThread(ABC):
@@ -62,7 +67,7 @@ class _SocketThread(ABC):
 
     name: ClassVar[str]
     socket_type: ClassVar[int]
-    linger_ms: ClassVar[int]
+    linger_ms: int
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], addresses: Sequence[str], commands: SimpleQueue[Command]
@@ -70,6 +75,7 @@ class _SocketThread(ABC):
         self._context = context
         self._addresses = addresses
         self._commands = commands
+        self._monitors: list[ConnectionMonitor] = []
         self._connected: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name=self.name)
 
@@ -88,7 +94,7 @@ class _SocketThread(ABC):
             for address in self._addresses:
                 sockets.append(socket := self._context.socket(self.socket_type))
                 self._configure(socket)
-                socket.connect(address)
+                connect(socket, address)
             self._connected.set_result(None)
             self._work(sockets)
         except BaseException as exc:  # noqa: BLE001 - whatever it is, the main thread has to know
@@ -97,6 +103,8 @@ class _SocketThread(ABC):
             else:
                 self._connected.set_exception(exc)
         finally:
+            for monitor in self._monitors:
+                monitor.close()
             for socket in sockets:
                 socket.close(linger=self.linger_ms)
 
@@ -113,7 +121,7 @@ class InputThread(_SocketThread):
 
     name = "engine-input"
     socket_type: ClassVar[int] = zmq.DEALER
-    linger_ms = 0
+    linger_ms: int = 0
 
     def __init__(
         self,
@@ -124,8 +132,10 @@ class InputThread(_SocketThread):
         dialect: Dialect,
         identity: bytes,
         registration: bytes,
+        watch: FrontEndWatch | None = None,
     ) -> None:
         super().__init__(context, addresses, commands)
+        self._watch = watch
         self._dialect = dialect
         self._identity = identity
         self._registration = registration
@@ -141,20 +151,41 @@ class InputThread(_SocketThread):
     def _configure(self, socket: zmq.Socket[bytes]) -> None:
         super()._configure(socket)
         socket.setsockopt(zmq.IDENTITY, self._identity)
+        if self._watch is not None:
+            self._monitors.append(ConnectionMonitor(socket))
 
     def _work(self, sockets: list[zmq.Socket[bytes]]) -> None:
         poller = zmq.Poller()
         poller.register(self._wake_reader, zmq.POLLIN)
+        for monitor in self._monitors:
+            poller.register(monitor.socket, zmq.POLLIN)
         for socket in sockets:
             socket.send(self._registration)
             poller.register(socket, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(self._poll_timeout_ms()))
             if self._wake_reader in ready:
                 return
             for index, socket in enumerate(sockets):
                 if socket in ready:
                     self._commands.put(self._decode(socket.recv_multipart(), index))
+            if self._watch is not None:
+                self._note_connections(self._watch, [m.socket in ready for m in self._monitors])
+
+    def _poll_timeout_ms(self) -> int | None:
+        timeout_s = self._watch.timeout_s(time.monotonic()) if self._watch is not None else None
+        return None if timeout_s is None else math.ceil(timeout_s * 1000)
+
+    def _note_connections(self, watch: FrontEndWatch, readable: Sequence[bool]) -> None:
+        now_s = time.monotonic()
+        for index, monitor in enumerate(self._monitors):
+            for connected in monitor.read() if readable[index] else ():
+                if connected:
+                    watch.connected(index)
+                else:
+                    watch.disconnected(index, now_s)
+        if gone := watch.expire(now_s):
+            self._commands.put(gone)
 
     def _decode(self, frames: list[bytes], input_index: int) -> Command:
         try:
@@ -168,7 +199,7 @@ class OutputThread(_SocketThread):
 
     name = "engine-output"
     socket_type: ClassVar[int] = zmq.PUSH
-    linger_ms = 4000  # as vLLM: long enough for the last outputs, short enough for a supervisor's grace period
+    linger_ms: int = 4000  # as vLLM: long enough for the last outputs, short enough for a supervisor's grace period
 
     def __init__(
         self,
@@ -190,8 +221,10 @@ class OutputThread(_SocketThread):
         """ENGINE_CORE_DEAD on every socket, as its last frame: nothing may be sent afterwards."""
         self._queue.put(ENGINE_CORE_DEAD)
 
-    def stop(self) -> None:
-        """Send what is queued, and end the thread."""
+    def stop(self, *, nobody_listens: bool = False) -> None:
+        """Send what is queued, and end the thread. Where nobody listens, nothing is waited for."""
+        if nobody_listens:
+            self.linger_ms = 0
         self._queue.put(None)
         self._thread.join()
 

@@ -1,7 +1,8 @@
 """Makes an engine process end when its host does, and when somebody sends SIGTERM.
 
 Owns the process-wide arrangements: the parent-death signal, the signal dispositions, file descriptors 0 to 2, and one
-thread that waits for the end of standard input and for SIGTERM. Imports the standard library only, because all of
+thread that waits for the end of standard input and for signals. (An engine that was started by hand has no host: then
+signals alone end it from outside.) Imports the standard library only, because all of
 this must stand before anything slow is imported. Knows nothing of engines: what a graceful stop means is a callable,
 given when there is one.
 """
@@ -59,13 +60,15 @@ def divert_standard_streams() -> tuple[int, int]:
 class Lifeline:
     """Reads the launch line, then watches; start to finish of the process, one thread of its own.
 
-    Until :meth:`on_stop` names a graceful way, a SIGTERM ends the process at once with exit code 0, even while the
+    While :meth:`on_stop` names no graceful way, a signal ends the process at once with exit code 0, even while the
     main thread is deep in native code (loading a model): the signal only writes to a descriptor, and this thread acts
-    on it.
+    on it. ``launch_fd`` is ``None`` for an engine without a host: then SIGINT counts like SIGTERM, and a second signal
+    ends at once what a graceful stop has not ended yet.
     """
 
-    def __init__(self, launch_fd: int) -> None:
+    def __init__(self, launch_fd: int | None) -> None:
         self._launch_fd = launch_fd
+        self._stop_requested = False
         self._stop: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -74,6 +77,7 @@ class Lifeline:
 
     def read_launch_line(self) -> bytes:
         """The one line the host wrote, without its end. Raises EOFError if the host is gone before."""
+        assert self._launch_fd is not None
         received = bytearray()
         while b"\n" not in received:
             chunk = os.read(self._launch_fd, 65536)
@@ -83,17 +87,19 @@ class Lifeline:
         return bytes(received.partition(b"\n")[0])
 
     def watch(self) -> None:
-        """Take over SIGTERM and start the thread.
+        """Take over the signals and start the thread.
 
         Main thread only. Call it after :meth:`read_launch_line`: both read the same descriptor.
         """
         self._signal_sink.setblocking(False)
         signal.set_wakeup_fd(self._signal_sink.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, lambda signum, frame: None)  # without one, nothing is written to the descriptor
+        for number in (signal.SIGTERM,) if self._launch_fd is not None else (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda signum, frame: None)  # without one, nothing is written to the descriptor
         self._thread.start()
 
-    def on_stop(self, stop: Callable[[], None]) -> None:
-        """From now on a SIGTERM calls ``stop``, in this object's thread, and the main thread leaves in its own time."""
+    def on_stop(self, stop: Callable[[], None] | None) -> None:
+        """From now on a signal calls ``stop``, in this object's thread, and the main thread leaves in its own time.
+        ``None``: nothing needs an orderly end any more."""
         with self._lock:
             self._stop = stop
 
@@ -105,14 +111,22 @@ class Lifeline:
 
     def _watch(self) -> None:
         poller = select.poll()
-        poller.register(self._launch_fd, select.POLLIN)
         poller.register(self._signals, select.POLLIN)
+        if self._launch_fd is not None:
+            poller.register(self._launch_fd, select.POLLIN)
         while not self._closing.is_set():
             ready = {fd for fd, _ in poller.poll()}
             if self._launch_fd in ready and not os.read(self._launch_fd, 65536):
                 self._host_is_gone()
-            if self._signals.fileno() in ready and signal.SIGTERM in self._signals.recv(64):
-                self._request_stop()
+            if self._signals.fileno() in ready:
+                for number in self._signals.recv(64):
+                    if number in (signal.SIGTERM, signal.SIGINT):
+                        self._signalled(number)
+
+    def _signalled(self, number: int) -> None:
+        if self._launch_fd is None and self._stop_requested:
+            os._exit(128 + number)
+        self._request_stop()
 
     def _host_is_gone(self) -> None:
         self._request_stop()
@@ -124,4 +138,5 @@ class Lifeline:
         with self._lock:
             if self._stop is None:
                 os._exit(0)
+            self._stop_requested = True
             self._stop()

@@ -7,8 +7,11 @@ Owns the order of these, the context and the handshake socket. Knows nothing of 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 
 import zmq
@@ -16,25 +19,43 @@ import zmq
 from anyengine._process.status import Status
 from anyengine._protocol.handshake import EngineHandshake
 from anyengine._wire import EngineAddresses, dialect_for, engine_identity
-from anyengine.config import EngineLaunch
 from anyengine.engine.interfaces import Engine
 from anyengine.engine.serving.busy_loop import BusyLoop
+from anyengine.engine.serving.connections import ConnectionMonitor, connect
+from anyengine.engine.serving.front_ends import FrontEndWatch
 from anyengine.engine.serving.io_threads import Command, InputThread, OutputThread, StopEngine
 
-__all__ = ["serve"]
+__all__ = ["Attachment", "OnStop", "serve"]
 
 _INIT_TIMEOUT_S = 300  # as vLLM: a client that binds late is waited for
 _HANDSHAKE_LINGER_MS = 5000
 
+OnStop = Callable[[Callable[[], None] | None], None]
+"""Is told how to stop gracefully; ``None``: no special way (any more), the process may simply end."""
+
 _logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Attachment:
+    """Where an engine finds its front end, and what the two are to each other.
+
+    ``local`` and ``headless`` are what the engine says of itself in the handshake; a front end that did not start it
+    wants ``local=False, headless=True``. Then nobody watches the process, so it watches its front ends:
+    ``reconnect_grace_s`` is how long one may be away before it counts as gone (``None``: no watch). With ``stay`` an
+    engine whose front ends have all gone keeps its model and waits for the next one at the same address.
+    """
+
+    handshake_address: str
+    rank: int = 0
+    local: bool = True
+    headless: bool = False
+    reconnect_grace_s: float | None = None
+    stay: bool = False
+
+
 def serve(
-    launch: EngineLaunch,
-    *,
-    create_engine: Callable[[], Engine],
-    report: Callable[[Status], None],
-    on_stop: Callable[[Callable[[], None]], None],
+    attachment: Attachment, *, create_engine: Callable[[], Engine], report: Callable[[Status], None], on_stop: OnStop
 ) -> None:
     """Run an engine from HELLO to its end. Returns after a graceful stop.
 
@@ -44,32 +65,59 @@ def serve(
     Raises:
         Exception: whatever the start-up or the engine raised. In the second case every client has been told.
     """
-    handshake = EngineHandshake()
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        report(Status("handshake"))
-        addresses = _greet(socket, handshake, launch)
-        with closing(create_engine()) as engine:
+    with zmq.Context() as context, ExitStack() as stack:
+        engine: Engine | None = None
+        while True:
+            with context.socket(zmq.DEALER) as socket:
+                report(Status("handshake"))
+                handshake, addresses = _greet(socket, attachment, patient=engine is not None)
+                if engine is None:
+                    engine = stack.enter_context(closing(create_engine()))
+                announce = partial(_announce, socket, handshake, report)
+                abandoned = _serve_clients(
+                    context, addresses, engine, attachment=attachment, announce=announce, on_stop=on_stop
+                )
+            if not (abandoned and attachment.stay):
+                return
+            on_stop(None)
+            engine.reset()
 
-            def announce() -> None:
-                socket.send(handshake.ready())
-                # Kept open, it would try to reconnect for ever once the client has closed its end.
-                socket.close(linger=_HANDSHAKE_LINGER_MS)
-                report(Status("ready"))
 
-            _serve_clients(context, addresses, engine, rank=launch.rank, announce=announce, on_stop=on_stop)
-
-
-def _greet(socket: zmq.Socket[bytes], handshake: EngineHandshake, launch: EngineLaunch) -> EngineAddresses:
+def _greet(
+    socket: zmq.Socket[bytes], attachment: Attachment, *, patient: bool
+) -> tuple[EngineHandshake, EngineAddresses]:
+    """Say HELLO to whoever is, or comes, at the handshake address, until one answers with INIT."""
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.IDENTITY, engine_identity(launch.rank))
-    socket.connect(launch.handshake_address)
-    socket.send(handshake.hello())
-    if not socket.poll(_INIT_TIMEOUT_S * 1000):
-        raise TimeoutError(f"no answer to HELLO from {launch.handshake_address} in {_INIT_TIMEOUT_S} s")
-    addresses = handshake.receive_init(socket.recv()).addresses
+    socket.setsockopt(zmq.IDENTITY, engine_identity(attachment.rank))
+    monitor = ConnectionMonitor(socket)
+    try:
+        connect(socket, attachment.handshake_address)
+        deadline_s = time.monotonic() + _INIT_TIMEOUT_S
+        handshake = EngineHandshake()
+        while not socket.poll(0):
+            if not patient and time.monotonic() > deadline_s:
+                raise TimeoutError(f"no answer to HELLO from {attachment.handshake_address} in {_INIT_TIMEOUT_S} s")
+            # HELLO belongs to a connection: a front end that takes the place of another has not heard ours.
+            if any(monitor.read()):
+                handshake = EngineHandshake(local=attachment.local, headless=attachment.headless)
+                socket.send(handshake.hello())
+            poller = zmq.Poller()
+            poller.register(socket, zmq.POLLIN)
+            poller.register(monitor.socket, zmq.POLLIN)
+            poller.poll(None if patient else 1 + int(1000 * max(0.0, deadline_s - time.monotonic())))
+        addresses = handshake.receive_init(socket.recv()).addresses
+    finally:
+        monitor.close()
     if addresses.coordinator_input is not None:
         _logger.warning("this engine reports to no coordinator; %s is left alone", addresses.coordinator_input)
-    return addresses
+    return handshake, addresses
+
+
+def _announce(socket: zmq.Socket[bytes], handshake: EngineHandshake, report: Callable[[Status], None]) -> None:
+    socket.send(handshake.ready())
+    # Kept open, it would try to reconnect for ever once the client has closed its end.
+    socket.close(linger=_HANDSHAKE_LINGER_MS)
+    report(Status("ready"))
 
 
 def _serve_clients(
@@ -77,23 +125,33 @@ def _serve_clients(
     addresses: EngineAddresses,
     engine: Engine,
     *,
-    rank: int,
+    attachment: Attachment,
     announce: Callable[[], None],
-    on_stop: Callable[[Callable[[], None]], None],
-) -> None:
+    on_stop: OnStop,
+) -> bool:
+    """Serve until somebody stops the engine, or (then ``True``) until all clients have gone."""
     commands: SimpleQueue[Command] = SimpleQueue()
     registration = engine.ready_response()
     dialect = dialect_for(registration.vllm_version)
+    identity, num_clients = engine_identity(attachment.rank), len(addresses.outputs)
     output = OutputThread(context, addresses.outputs, commands, dialect=dialect)
     input_ = InputThread(
         context,
         addresses.inputs,
         commands,
         dialect=dialect,
-        identity=engine_identity(rank),
+        identity=identity,
         registration=dialect.encode_ready(registration),
+        watch=_watch(attachment, num_clients),
     )
-    loop = BusyLoop(engine, commands, output, rank=rank, num_clients=len(addresses.outputs))
+    loop = BusyLoop(
+        engine,
+        commands,
+        output,
+        rank=attachment.rank,
+        num_clients=num_clients,
+        reports_finished=addresses.coordinator_input is not None,  # as vLLM
+    )
     output.start()
     try:
         input_.start()
@@ -107,5 +165,20 @@ def _serve_clients(
         finally:
             input_.stop()
         loop.refuse_rest()
+        if not attachment.local:
+            # Who started us watches our process; nobody else would learn that there is no engine any more.
+            output.send_dead()
     finally:
-        output.stop()
+        output.stop(nobody_listens=loop.abandoned)
+    return loop.abandoned
+
+
+def _watch(attachment: Attachment, num_clients: int) -> FrontEndWatch | None:
+    if attachment.reconnect_grace_s is None:
+        return None
+    return FrontEndWatch(
+        num_clients,
+        grace_s=attachment.reconnect_grace_s,
+        first_contact_s=_INIT_TIMEOUT_S,
+        now_s=time.monotonic(),
+    )

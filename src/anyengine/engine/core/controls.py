@@ -1,0 +1,137 @@
+"""What a front end may ask of the engine besides requests: the utility calls, with vLLM's names and signatures.
+
+Owns their meaning here. A call whose purpose is served already (a cache that this engine does not keep) is accepted;
+a call that would have to do something it cannot do (load an adapter, profile) fails with the reason. Signatures and
+results mirror ``vllm.v1.engine.core.EngineCore`` of 0.32/0.33.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NoReturn
+
+from anyengine.engine.core.pausing import PauseGate, PauseMode
+from anyengine.engine.core.utilities import UtilityTable
+
+__all__ = ["EngineControls"]
+
+
+class EngineControls:
+    """The utilities of one engine core. Called between steps, in the busy loop's thread."""
+
+    def __init__(
+        self, gate: PauseGate, *, abort_all: Callable[[], None], statistics: Callable[[], dict[str, int]]
+    ) -> None:
+        self._gate = gate
+        self._abort_all = abort_all
+        self.weight_version: str = "default"  # vLLM's first one, too
+        """A name for the weights, which outputs carry. Whoever changes weights sets it."""
+        self._table = UtilityTable(
+            {
+                "get_supported_tasks": self._get_supported_tasks,
+                "get_engine_statistics": statistics,
+                "is_scheduler_paused": self._is_paused,
+                "is_sleeping": self._is_paused,  # vLLM, too, counts paused as sleeping
+                "pause_scheduler": self._pause_scheduler,
+                "pause_generation": self._pause_generation,
+                "resume_scheduler": self._resume_scheduler,
+                "sleep": self._sleep,
+                "wake_up": self._wake_up,
+                "reset_prefix_cache": self._reset_prefix_cache,
+                "reset_mm_cache": self._accept,
+                "reset_encoder_cache": self._accept,
+                "execute_dummy_batch": self._accept,
+                "list_loras": self._list_loras,
+                "add_lora": self._refuse_lora,
+                "remove_lora": self._refuse_lora,
+                "pin_lora": self._refuse_lora,
+                "collective_rpc": self._collective_rpc,
+                "profile": self._profile,
+                "set_weight_version": self._set_weight_version,
+                "get_weight_version": self._get_weight_version,
+            }
+        )
+
+    def call(self, method: str, args: Sequence[Any]) -> Any:
+        """Raises:
+        Exception: whatever makes it a failure reply.
+        """
+        return self._table.call(method, args)
+
+    # Tasks and caches.
+
+    def _get_supported_tasks(self) -> list[str]:
+        return ["generate"]
+
+    def _accept(self) -> None:
+        """Nothing is kept that would have to be reset, and no rank waits for another."""
+
+    def _reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        return True
+
+    # Pauses. Sleeping is a pause: weights and cache stay where they are, as on vLLM's CPU build.
+
+    def _is_paused(self) -> bool:
+        return self._gate.paused
+
+    def _pause_scheduler(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
+        """New requests wait. The reply comes behind the last output of whatever had to end first."""
+        return self._pause(mode, refuse_new=False)
+
+    def _pause_generation(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
+        """The same, but new requests fail with a retryable error."""
+        return self._pause(mode, refuse_new=True)
+
+    def _sleep(self, level: int = 1, mode: PauseMode = "abort") -> Future[None]:
+        if not 0 <= level <= 2:
+            raise ValueError(f"level={level} must be 0, 1 or 2")
+        return self._pause(mode, refuse_new=False)
+
+    def _pause(self, mode: PauseMode, *, refuse_new: bool) -> Future[None]:
+        if mode == "abort":
+            self._abort_all()
+        return self._gate.pause(mode, refuse_new=refuse_new)
+
+    def _resume_scheduler(self) -> None:
+        self._gate.resume()
+
+    def _wake_up(self, tags: list[str] | None = None) -> bool:
+        """Memory of every kind is there already, so any wake-up is a whole one."""
+        self._gate.resume()
+        return True
+
+    # What only the weights' owner can change.
+
+    def _list_loras(self) -> list[int]:
+        return []
+
+    def _refuse_lora(self, adapter: Any) -> NoReturn:
+        raise NotImplementedError("this engine has no LoRA adapters")
+
+    def _profile(
+        self,
+        is_start: bool = True,
+        profile_prefix: str | None = None,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+        profiler_kwargs: dict[str, Any] | None = None,
+    ) -> NoReturn:
+        raise NotImplementedError("this engine has no profiler")
+
+    def _collective_rpc(
+        self,
+        method: Any,
+        timeout: float | None = None,
+        args: list[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[None]:
+        if method != "check_health":
+            raise LookupError(f"this engine has no worker method {method!r}; it has check_health")
+        return [None]  # one worker, which is this thread: it answers
+
+    def _set_weight_version(self, weight_version: str) -> None:
+        self.weight_version = weight_version
+
+    def _get_weight_version(self) -> str:
+        return self.weight_version
