@@ -1,4 +1,4 @@
-"""The sockets that an engine under test connects to: one handshake ROUTER, and two clients with a ROUTER and a PULL each.
+"""The sockets of an engine under test: one handshake ROUTER, and two clients with a ROUTER and a PULL each.
 
 Owns the binding, for engines that we start (ipc) and for those that come by themselves (at a given TCP address). Two
 clients, because an engine must register with each and answer each on its own socket. Knows no messages.

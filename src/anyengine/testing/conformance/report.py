@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import msgspec
 
@@ -80,19 +80,20 @@ class Report:
 
     def to_junit(self) -> bytes:
         """JUnit XML: a suite for each family of checks. A known deviation counts as skipped, with its reason."""
-        root = ElementTree.Element("testsuites", name="anyengine check")
+        root = ET.Element("testsuites", name="anyengine check")
         families: dict[str, list[CheckResult]] = {}
         for result in self.results:
             families.setdefault(result.check_id.partition("-")[0], []).append(result)
         for family, results in families.items():
-            suite = ElementTree.SubElement(root, "testsuite", name=family, **_counts(results))
-            properties = ElementTree.SubElement(suite, "properties")
+            suite = ET.SubElement(root, "testsuite", {"name": family, **_counts(results)})
+            properties = ET.SubElement(suite, "properties")
             for name, value in {"engine": self.engine, **self.facts}.items():
-                ElementTree.SubElement(properties, "property", name=_clean(name), value=_clean(value))
+                ET.SubElement(properties, "property", name=_clean(name), value=_clean(value))
             for result in results:
                 _add_case(suite, family, result)
         root.attrib.update(_counts(self.results))
-        return b'<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="utf-8") + b"\n"
+        text: bytes = ET.tostring(root, encoding="utf-8", xml_declaration=True)
+        return text + b"\n"
 
 
 def _counts(results: list[CheckResult]) -> dict[str, str]:
@@ -106,24 +107,24 @@ def _counts(results: list[CheckResult]) -> dict[str, str]:
     }
 
 
-def _add_case(suite: ElementTree.Element, family: str, result: CheckResult) -> None:
-    case = ElementTree.SubElement(
+def _add_case(suite: ET.Element, family: str, result: CheckResult) -> None:
+    case = ET.SubElement(
         suite,
         "testcase",
         classname=f"conformance.{family}",
         name=_clean(f"{result.check_id} {result.title}"),
         time=f"{result.seconds:.3f}",
     )
-    properties = ElementTree.SubElement(case, "properties")
+    properties = ET.SubElement(case, "properties")
     for name, value in (("source", result.source), ("outcome", result.outcome.value)):
-        ElementTree.SubElement(properties, "property", name=name, value=_clean(value))
+        ET.SubElement(properties, "property", name=name, value=_clean(value))
     detail = _clean(result.detail)
     if result.outcome is Outcome.FAILED:
-        ElementTree.SubElement(case, "failure", message=detail.partition("\n")[0]).text = detail
+        ET.SubElement(case, "failure", message=detail.partition("\n")[0]).text = detail
     elif result.outcome is Outcome.DEVIATES:
-        ElementTree.SubElement(case, "skipped", message=f"known deviation: {detail}")
+        ET.SubElement(case, "skipped", message=f"known deviation: {detail}")
     elif result.outcome is Outcome.SKIPPED:
-        ElementTree.SubElement(case, "skipped", message=detail)
+        ET.SubElement(case, "skipped", message=detail)
 
 
 def _clean(text: str) -> str:

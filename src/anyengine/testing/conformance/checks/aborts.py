@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from anyengine._wire import FinishReason
 from anyengine.testing.conformance.engine_link import EngineLink
 from anyengine.testing.conformance.outcomes import CheckSkipped, expect
 from anyengine.testing.conformance.registry import check
@@ -23,7 +24,7 @@ async def _aborted(link: EngineLink, act: Callable[[TrackedRequest], None], *, c
     await link.first_token(tracked)
     act(tracked)
     await link.fence(client)
-    if tracked.last is not None and tracked.finish_reason == 1:
+    if tracked.last is not None and tracked.finish_reason == FinishReason.LENGTH:
         raise CheckSkipped("the engine was faster than the abort: the request had finished")
     await link.generate(client=client)  # whatever would have come has had its time
     await link.fence(client)
@@ -105,8 +106,9 @@ async def abort_at_once(link: EngineLink) -> None:
     await link.fence()
     await link.generate()
     await link.fence()
+    if any(tracked.finish_reason == FinishReason.LENGTH for tracked in requests):
+        raise CheckSkipped("the engine was faster than the abort: a request had finished")
     expect("outputs after the abort", link.evidence.after_abort, [])
-    expect("requests that ran on", [item.request_id for item in requests if len(item.outputs) > 50], [])
 
 
 @check("ABT-09", "the others in the batch are not disturbed", "protocol.md §5")

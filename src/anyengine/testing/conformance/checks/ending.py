@@ -1,4 +1,4 @@
-"""END: how an engine that we started ends: asked to, killed, or left alone. Destructive, each on an engine of its own."""
+"""END: how an engine that we started ends: asked to, killed, or left alone. Each check takes an engine of its own."""
 
 from __future__ import annotations
 
