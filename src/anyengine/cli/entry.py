@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import anyio
 
+from anyengine.cli.check_options import CheckOptions
 from anyengine.cli.options import parse_arguments
 from anyengine.cli.rendering import error_lines
 from anyengine.cli.run import OutputClosedError, answer_prompt, until_signal
@@ -46,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, options)
 
 
-def _run(options: RunOptions) -> int:
+def _run(options: RunOptions | CheckOptions) -> int:
+    if isinstance(options, CheckOptions):
+        return _check(options)
     try:
         params, engine = options.sampling_params(), options.engine()
         _check_backend(options)
@@ -69,7 +72,19 @@ def _run(options: RunOptions) -> int:
     return _SIGNAL + number
 
 
-def _check_backend(options: RunOptions) -> None:
+def _check(options: CheckOptions) -> int:
+    from anyengine.cli.check import check_engine  # loads the suite, which `run` does not need
+
+    try:
+        target = options.target()
+        _check_backend(options)
+        return check_engine(options, target)
+    except ValueError as error:
+        _fail(error, options)
+        return _USAGE
+
+
+def _check_backend(options: RunOptions | CheckOptions) -> None:
     wanted = "uvloop" if options.uvloop else options.backend
     if find_spec(wanted) is None:
         raise RequestRejected(
@@ -97,11 +112,11 @@ def _reject(message: str, remedy: str, cause: Exception | None = None) -> NoRetu
     raise RequestRejected(message, parameter="prompt", remedy=remedy) from cause
 
 
-def _fail(error: Exception, options: RunOptions) -> int:
+def _fail(error: Exception, options: RunOptions | CheckOptions) -> int:
     if options.traceback:
         traceback.print_exception(error)
     text = error_lines(error)
-    if not isinstance(error, EngineError | ValueError) and not options.traceback:
+    if not isinstance(error, EngineError | OSError | ValueError) and not options.traceback:
         text = f"error: unexpected {type(error).__name__}: {error}\n  try: --traceback, and report what it shows\n"
     sys.stderr.write(text)
     return _FAILED

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, get_args
 
 from anyengine import EmbeddedEngine, SamplingParams
+from anyengine.cli.check_options import CheckOptions, add_check_command
 from anyengine.config import DEFAULT_MODEL, DType
 
 __all__ = ["RunOptions", "parse_arguments"]
@@ -66,7 +67,7 @@ class RunOptions:
         return [*system, {"role": "user", "content": prompt}]
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> RunOptions:
+def parse_arguments(arguments: Sequence[str] | None = None) -> RunOptions | CheckOptions:
     """Parse ``arguments`` (the program's own by default). Exits with 2 and a usage message when they make no sense."""
     parser = ArgumentParser(prog="anyengine", description="LLM inference under one AnyIO task group.")
     parser.add_argument("--version", action="version", version=f"anyengine {_version()}")
@@ -82,10 +83,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> RunOptions:
     _add_engine_options(run)
     _add_sampling_options(run)
     _add_output_options(run)
-    options = RunOptions(**vars(parser.parse_args(arguments)))
+    run.set_defaults(options=RunOptions)
+    add_check_command(commands)
+    values = vars(parser.parse_args(arguments))
+    options: RunOptions | CheckOptions = values.pop("options")(**values)
     if options.uvloop and options.backend != "asyncio":
-        run.error("--uvloop is an event loop of asyncio: leave it out, or use --backend asyncio")
-    if options.raw and options.system is not None:
+        parser.error("--uvloop is an event loop of asyncio: leave it out, or use --backend asyncio")
+    if isinstance(options, RunOptions) and options.raw and options.system is not None:
         run.error("--system needs the chat template, which --raw leaves out: give one of them")
     return options
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from .deviations import Deviation, deviations_of
 from .outcomes import CheckResult, Outcome
-from .registry import Check, registered, select
+from .registry import FAMILIES, Check, registered, select
 from .report import Report
 from .running import run
 from .starting import AttachedEngine, EngineTarget
 
 __all__ = [
+    "FAMILIES",
     "AttachedEngine",
     "Check",
     "CheckResult",

@@ -205,8 +205,9 @@ async def _watch_link(link: EngineLink, name: str, monitor: PeerMonitor) -> None
 
 async def _supervise(link: EngineLink, process: SupervisedEngine) -> None:
     await process.supervise()
-    tail = process.child.stderr_tail(8)
-    link.note_end(f"{process.child.poll()}" + (f"; last on stderr: {' | '.join(tail)}" if tail else ""))
+    error, tail = process.status.error, process.child.stderr_tail(8)
+    cause = f": {error.type}: {error.message}" if error else ""
+    link.note_end(f"{process.child.poll()}{cause}" + (f"; last on stderr: {' | '.join(tail)}" if tail else ""))
 
 
 async def _stop(link: EngineLink) -> None:
