@@ -45,7 +45,8 @@ def _rows(reason: str, got: str, *check_ids: str) -> list[Deviation]:
 DEVIATIONS: Final[tuple[Deviation, ...]] = (
     *_rows(
         _INPUT_THREAD, "^deaf",
-        "MAL-01", "MAL-02", "MAL-03", "MAL-04", "MAL-05", "MAL-06", "MAL-07", "MAL-08", "MAL-09", "MAL-10", "MAL-28",
+        "MAL-01", "MAL-02", "MAL-03", "MAL-04", "MAL-05", "MAL-06", "MAL-07", "MAL-08", "MAL-09", "MAL-10",
+        "MAL-28", "MAL-29", "MAL-30",
     ),
     *_rows(_OUTPUT_THREAD, "^mute", "MAL-11", "MAL-12", "MAL-13"),
     *_rows(

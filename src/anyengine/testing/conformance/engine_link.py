@@ -93,6 +93,7 @@ class EngineLink:
         self._count = 0
         self._call_ids = secrets.randbits(31) << 20
         self._requests: dict[str, TrackedRequest] = {}
+        self._settled: dict[str, TrackedRequest] = {}  # of earlier checks: nothing may come for them
         self._calls: dict[int, Call] = {}
         self._dialects = RankDialects({rank: NEWEST})
         self._changed = anyio.Event()
@@ -301,6 +302,8 @@ class EngineLink:
             await self.call("resume_scheduler")
         for client in range(len(self.ports.clients)):
             await self.fence(client)
+        self._settled.update(self._requests)
+        self._requests.clear()
 
     # Receiving: called by the tasks of open_engine.
 
@@ -324,7 +327,8 @@ class EngineLink:
                 call.reply, call.reply_client, call.order = reply, client, self.evidence.num_replies
             self.evidence.num_replies += 1
         for output in message.outputs:
-            self.evidence.take_output(self._requests.get(output.request_id), client, output)
+            tracked = self._requests.get(output.request_id) or self._settled.get(output.request_id)
+            self.evidence.take_output(tracked, client, output)
 
     def wake(self) -> None:
         """Something has changed: whoever waits looks again."""

@@ -73,7 +73,7 @@ async def run(
             if link.start.failure is not None:
                 await _judge_start(state, link, pending)
                 break
-            broken_by = await examine(link, pending, state)
+            broken_by = await _examine(link, pending, state)
         if broken_by is None:
             break
         if not broken_by.destructive:
@@ -116,13 +116,18 @@ class _Run:
             self.add(check, Outcome.FAILED, str(error), seconds)
 
 
-async def examine(link: EngineLink, pending: list[Check], state: _Run | None = None) -> Check | None:
-    """Run the checks of ``pending`` on a running engine, taking each from the list. The check that broke the engine,
-    or ``None`` if all of them are done.
+async def examine(link: EngineLink, checks: Sequence[Check]) -> Report:
+    """Run ``checks`` on an engine that runs already, as far as it goes along.
 
     Cancellation: between two messages; the engine keeps what was sent.
     """
-    state = state or _Run()
+    state = _Run()
+    await _examine(link, list(checks), state)
+    return state.report
+
+
+async def _examine(link: EngineLink, pending: list[Check], state: _Run) -> Check | None:
+    """Take each of ``pending`` and run it. The check that broke the engine, or ``None`` if all are done."""
     while pending:
         check = pending.pop(0)
         began_s = anyio.current_time()

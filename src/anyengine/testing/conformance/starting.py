@@ -50,8 +50,7 @@ class AttachedEngine:
 EngineTarget = EngineSettings | AttachedEngine
 """What can be checked."""
 
-_LINK_GRACE_S = 20.0
-_FAILED_GRACE_S = 0.5
+_FAILED_GRACE_S = 0.5  # an engine that is broken, or still loading, has nothing to finish
 _KILLED_LIMIT_S = 15.0  # its children's own grace included
 
 
@@ -218,7 +217,7 @@ async def _stop(link: EngineLink) -> None:
     healthy = link.start.failure is None and not link.lost_links and not link.dead_clients
     try:
         # Shielded, so that a cancelled run still ends its process in order; bounded by the grace period.
-        with anyio.move_on_after(_LINK_GRACE_S if healthy else _FAILED_GRACE_S, shield=True):
+        with anyio.move_on_after(link.patience_s if healthy else _FAILED_GRACE_S, shield=True):
             process.child.terminate()
             await process.child.exited.wait()
     finally:

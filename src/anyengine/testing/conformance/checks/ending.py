@@ -18,7 +18,7 @@ from anyengine.testing.conformance.registry import check
 
 __all__: list[str] = []
 
-_LIMIT_S = 30.0  # vLLM's engine cores need 4 s with a worker, and 15 s at most when their host is gone
+_PATIENCES = 1.5  # vLLM's engine cores need 4 s with a worker, and 15 s at most when their host is gone
 
 
 def _process(link: EngineLink) -> SupervisedEngine:
@@ -27,12 +27,13 @@ def _process(link: EngineLink) -> SupervisedEngine:
     return link.process
 
 
-async def _ended(process: SupervisedEngine) -> ProcessExit:
-    with anyio.move_on_after(_LIMIT_S):
+async def _ended(link: EngineLink, process: SupervisedEngine) -> ProcessExit:
+    limit_s = _PATIENCES * link.patience_s
+    with anyio.move_on_after(limit_s):
         await process.child.exited.wait()
     ended = process.child.poll()
     if ended is None:
-        raise CheckFailed("process", expected=f"its end within {_LIMIT_S:g} s", got="it lives")
+        raise CheckFailed("process", expected=f"its end within {limit_s:g} s", got="it lives")
     return ended
 
 
@@ -49,7 +50,7 @@ async def _nothing_left(process: SupervisedEngine, holdings: Holdings) -> None:
 async def sigterm_idle(link: EngineLink) -> None:
     process = _process(link)
     process.child.terminate()
-    ended = await _ended(process)
+    ended = await _ended(link, process)
     expect("exit code, signal", (ended.exit_code, ended.signal), (0, None))
     expect("clients that were sent ENGINE_CORE_DEAD", link.dead_clients, set())
 
@@ -60,7 +61,7 @@ async def sigterm_running(link: EngineLink) -> None:
     running = [link.add(client=client, max_tokens=link.max_model_len - 10) for client in (0, 1)]
     await link.first_token(*running)
     process.child.terminate()
-    ended = await _ended(process)
+    ended = await _ended(link, process)
     for tracked in running:
         expect_that(
             tracked.finish_reason in (FinishReason.ABORT, FinishReason.LENGTH),
@@ -77,7 +78,7 @@ async def clean_after_sigterm(link: EngineLink) -> None:
     process = _process(link)
     holdings = await _taken(process)
     process.child.terminate()
-    await _ended(process)
+    await _ended(link, process)
     await _nothing_left(process, holdings)
 
 
@@ -88,7 +89,7 @@ async def clean_after_sigkill(link: EngineLink) -> None:
     await link.first_token(running)
     holdings = await _taken(process)
     os.kill(process.child.pid, signal.SIGKILL)
-    ended = await _ended(process)
+    ended = await _ended(link, process)
     expect("signal", ended.signal, "SIGKILL")
     await _nothing_left(process, holdings)
 
@@ -100,6 +101,6 @@ async def host_gone(link: EngineLink) -> None:
     await link.first_token(running)
     holdings = await _taken(process)
     process.child.hang_up()
-    ended = await _ended(process)
+    ended = await _ended(link, process)
     expect("signal", ended.signal, None)
     await _nothing_left(process, holdings)

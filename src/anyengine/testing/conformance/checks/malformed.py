@@ -85,7 +85,7 @@ def _shorten(link: EngineLink, positions: list[Any]) -> None:
 
 
 def _too_long(link: EngineLink, positions: list[Any]) -> None:
-    positions[1] = [3] * link.max_model_len
+    positions[1] = [3] * (link.max_model_len + 476)
 
 
 _frames("MAL-01", "an unknown type byte", b"\x7f", _pack([]))
@@ -137,7 +137,7 @@ async def duplicate_id(link: EngineLink) -> None:
 
 
 _request("MAL-15", "an ADD with an empty prompt", _set(1, []))
-_request("MAL-16", "an ADD whose prompt fills the context", _too_long)
+_request("MAL-16", "an ADD whose prompt is longer than the context", _too_long)
 _request("MAL-17", "an ADD with a token id outside every vocabulary", _set(1, [1, 2_000_000_000]))
 
 
@@ -157,7 +157,7 @@ async def pooling_on_generator(link: EngineLink) -> None:
 
 _frames("MAL-19", "an ABORT that is an int", _ABORT, _pack(7))
 _frames("MAL-20", "an ABORT that is nil", _ABORT, _pack(None))
-_frames("MAL-21", "EXECUTOR_FAILED from the network", b"\x04", b"")
+_frames("MAL-21", "EXECUTOR_FAILED from the network", b"\x04", _pack(None))
 
 
 @check("MAL-22", "an ABORT of ints, and one that is a bare string", _SOURCE, destructive=True)
