@@ -228,7 +228,7 @@ FAULTS = {
     "": lambda: None,
     "wrong identity": lambda: setattr(server, "engine_identity", lambda rank: b"\x00\x01"),
     "hello without headless": lambda: _hello(local=True),
-    "not local": lambda: _hello(local=False, headless=True),
+    "not local": lambda: EngineHandshake.__init__.__kwdefaults__.update(local=False, headless=True),
     "early ready": lambda: _greet_with(READY, None),
     "surplus handshake": lambda: _greet_with(None, msgspec.msgpack.encode({"status": "LOADING"})),
     "registers twice": lambda: _registers(twice=True),

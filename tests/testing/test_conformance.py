@@ -7,14 +7,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import anyio
 import pytest
 from engines import mutant, toy
-from tiny_models import make_tiny_model
 
-from anyengine import CommandEngine, EmbeddedEngine
+from anyengine import CommandEngine
 from anyengine.testing.conformance import FAMILIES, AttachedEngine, CheckResult, Outcome, registered, run, select
 
 pytestmark = pytest.mark.anyio
@@ -37,19 +35,6 @@ async def test_our_engine_core_passes_all_of_it() -> None:
     assert not report.of(Outcome.DEVIATES)
     assert not skipped(seen) & {"HS", "REQ", "SMP", "ABT", "LOD", "END"}
     assert report.facts["max_num_seqs"] == "64"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model("qwen2", tmp_path_factory.mktemp("model"))
-
-
-async def test_our_engine_core_passes_with_a_model(model: Path) -> None:
-    engine = EmbeddedEngine(model=str(model), max_num_seqs=16, max_model_len=256)
-    with anyio.fail_after(240):
-        report = await run(engine, destructive=True, patience_s=60)
-    report.raise_for_failures()
-    assert not skipped(report.results) & {"HS", "REQ", "SMP", "ABT", "LOD", "END"}
 
 
 async def test_any_rank() -> None:
