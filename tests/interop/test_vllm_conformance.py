@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import anyio
 import pytest
 from vllm_engines import make_vllm_model, one_process, tiny_vllm

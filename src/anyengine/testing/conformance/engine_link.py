@@ -72,22 +72,22 @@ class EngineLink:
     """One running engine. Lifetime: the block of ``open_engine``."""
 
     def __init__(self, ports: Ports, start: StartRecord, rank: int, patience_s: float) -> None:
-        self.ports = ports
-        self.start = start
-        self.rank = rank
-        self.identity = b""
-        self.patience_s = patience_s
+        self.ports: Ports = ports
+        self.start: StartRecord = start
+        self.rank: int = rank
+        self.identity: bytes = b""
+        self.patience_s: float = patience_s
         self.dialect: Dialect = NEWEST
         self.registration: EngineCoreReadyResponse | None = None
         self.process: SupervisedEngine | None = None
-        self.evidence = Evidence(rank)
+        self.evidence: Evidence = Evidence(rank)
         self.dead_clients: set[int] = set()
         """Clients that were sent ENGINE_CORE_DEAD."""
         self.lost_links: set[str] = set()
         """"input" or "output": sockets whose connection ended."""
         self.gone: str | None = None
         """How the engine ended, in words."""
-        self.paused = False
+        self.paused: bool = False
         """A check paused it and has not resumed it."""
         self._prefix = f"check-{secrets.token_hex(4)}"
         self._count = 0

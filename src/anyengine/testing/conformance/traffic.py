@@ -71,8 +71,8 @@ class Evidence:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._last_timestamp_s: dict[int, float] = {}
-        self.num_messages = 0
-        self.num_replies = 0
+        self.num_messages: int = 0
+        self.num_replies: int = 0
         self.outputs_lengths: set[int] = set()
         self.output_lengths: set[int] = set()
         self.finish_reasons: set[Any] = set()
