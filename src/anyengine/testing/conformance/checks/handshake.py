@@ -5,8 +5,10 @@ These checks look at what was written down while it started; they can judge an e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import anyio.lowlevel
 import msgspec
 
 from anyengine._wire import engine_identity
@@ -18,6 +20,22 @@ from anyengine.testing.conformance.registry import check
 __all__: list[str] = []
 
 _READY_EXTRAS = {"parallel_config_hash", "num_gpu_blocks", "dp_stats_address"}
+
+
+def _check_start(
+    check_id: str, title: str, source: str
+) -> Callable[[Callable[[EngineLink], None]], Callable[[EngineLink], None]]:
+    """Register the decorated function: it looks, and has nothing to wait for."""
+
+    def register(judge: Callable[[EngineLink], None]) -> Callable[[EngineLink], None]:
+        @check(check_id, title, source, handshake=True)
+        async def look(link: EngineLink) -> None:
+            judge(link)
+            await anyio.lowlevel.checkpoint()
+
+        return judge
+
+    return register
 
 
 def _maps(link: EngineLink, status: str) -> list[dict[str, Any]]:
@@ -58,32 +76,29 @@ def _registered_map(link: EngineLink) -> dict[str, Any]:
     return dict(message)
 
 
-@check("HS-01", "the engine becomes ready", "protocol.md §3", handshake=True)
-async def becomes_ready(link: EngineLink) -> None:
+@_check_start("HS-01", "the engine becomes ready", "protocol.md §3")
+def becomes_ready(link: EngineLink) -> None:
     expect_that(
         link.start.failure is None, "start", expected="READY and a registration", got=link.start.failure or "both"
     )
 
 
-@check(
-    "HS-02", "its identity on the handshake socket is its rank, two bytes little endian", "protocol.md §1",
-    handshake=True,
-)  # fmt: skip
-async def handshake_identity(link: EngineLink) -> None:
+@_check_start("HS-02", "its identity on the handshake socket is its rank, two bytes little endian", "protocol.md §1")
+def handshake_identity(link: EngineLink) -> None:
     _greeted(link)
     found = {identity for identity, _ in link.start.handshake}
     expect("identities on the handshake socket", found, {engine_identity(link.rank)})
 
 
-@check("HS-03", "its identity on the input sockets is the same", "protocol.md §1", handshake=True)
-async def input_identity(link: EngineLink) -> None:
+@_check_start("HS-03", "its identity on the input sockets is the same", "protocol.md §1")
+def input_identity(link: EngineLink) -> None:
     _registration(link)
     found = {identity for messages in link.start.registrations.values() for identity, _ in messages}
     expect("identities on the input sockets", found, {engine_identity(link.rank)})
 
 
-@check("HS-04", "its first message is HELLO: a map of status, local and headless", "protocol.md §3", handshake=True)
-async def hello(link: EngineLink) -> None:
+@_check_start("HS-04", "its first message is HELLO: a map of status, local and headless", "protocol.md §3")
+def hello(link: EngineLink) -> None:
     _greeted(link)
     _, frames = link.start.handshake[0]
     expect("frames of HELLO", len(frames), 1)
@@ -95,8 +110,8 @@ async def hello(link: EngineLink) -> None:
     expect("types in HELLO", types, {"local": bool, "headless": bool})
 
 
-@check("HS-05", "HELLO and READY say truly how it was started (local, headless)", "protocol.md §3", handshake=True)
-async def says_how_it_was_started(link: EngineLink) -> None:
+@_check_start("HS-05", "HELLO and READY say truly how it was started (local, headless)", "protocol.md §3")
+def says_how_it_was_started(link: EngineLink) -> None:
     _greeted(link)
     messages = _maps(link, "HELLO") + _maps(link, "READY")
     expected = {"local": link.start.expect_local, "headless": link.start.expect_headless}
@@ -104,8 +119,8 @@ async def says_how_it_was_started(link: EngineLink) -> None:
         expect(str(message.get("status")), {name: message.get(name) for name in expected}, expected)
 
 
-@check("HS-06", "READY comes once, after INIT, and has no keys but its own", "protocol.md §3", handshake=True)
-async def ready(link: EngineLink) -> None:
+@_check_start("HS-06", "READY comes once, after INIT, and has no keys but its own", "protocol.md §3")
+def ready(link: EngineLink) -> None:
     messages = _maps(link, "READY")
     if not messages and link.start.failure is not None:
         raise CheckSkipped("it did not become ready: see HS-01")
@@ -115,30 +130,30 @@ async def ready(link: EngineLink) -> None:
     expect("keys of READY", surplus, set())
 
 
-@check("HS-07", "nothing but HELLO and READY comes on the handshake socket", "protocol.md §3", handshake=True)
-async def nothing_else(link: EngineLink) -> None:
+@_check_start("HS-07", "nothing but HELLO and READY comes on the handshake socket", "protocol.md §3")
+def nothing_else(link: EngineLink) -> None:
     if link.start.failure is not None:
         raise CheckSkipped("it did not become ready: see HS-01")
     found = [len(frames) for _, frames in link.start.handshake]
     expect("frames of each handshake message", found, [1, 1])
 
 
-@check("HS-08", "it registers once with every client, in one frame", "protocol.md §4", handshake=True)
-async def registers_everywhere(link: EngineLink) -> None:
+@_check_start("HS-08", "it registers once with every client, in one frame", "protocol.md §4")
+def registers_everywhere(link: EngineLink) -> None:
     _registration(link)
     found = {client: [len(frames) for _, frames in messages] for client, messages in link.start.registrations.items()}
     expect("frames of each message, by client", found, {client: [1] for client in range(len(link.ports.clients))})
 
 
-@check("HS-09", "every client gets the same registration", "protocol.md §4", handshake=True)
-async def same_registration(link: EngineLink) -> None:
+@_check_start("HS-09", "every client gets the same registration", "protocol.md §4")
+def same_registration(link: EngineLink) -> None:
     _registration(link)
     found = {messages[0][1][0] for messages in link.start.registrations.values() if messages[0][1]}
     expect_that(len(found) == 1, "registrations", expected="one and the same", got=f"{len(found)} different ones")
 
 
-@check("HS-10", "the registration has every key of its release", "protocol.md §4", handshake=True)
-async def registration_keys(link: EngineLink) -> None:
+@_check_start("HS-10", "the registration has every key of its release", "protocol.md §4")
+def registration_keys(link: EngineLink) -> None:
     message = _registered_map(link)
     names = last_names(ROWS["EngineCoreReadyResponse"], link.dialect.since, link.dialect.until)
     missing = sorted(set(names) - set(message))
@@ -152,8 +167,8 @@ _SIZES = (
 _TEXTS = ("dtype", "vllm_version", "instance_id")
 
 
-@check("HS-11", "what the registration says makes sense", "protocol.md §4", handshake=True)
-async def registration_values(link: EngineLink) -> None:
+@_check_start("HS-11", "what the registration says makes sense", "protocol.md §4")
+def registration_values(link: EngineLink) -> None:
     message = _registered_map(link)
     for name in _SIZES:
         value = message.get(name, 1)
@@ -173,8 +188,8 @@ async def registration_values(link: EngineLink) -> None:
     expect_that(type(blocks) is int and blocks >= 0, "registration.num_gpu_blocks", expected="an int", got=blocks)
 
 
-@check("HS-12", "the registration names the rank of the identity", "protocol.md §4", handshake=True)
-async def registration_rank(link: EngineLink) -> None:
+@_check_start("HS-12", "the registration names the rank of the identity", "protocol.md §4")
+def registration_rank(link: EngineLink) -> None:
     rank = _registered_map(link).get("data_parallel_rank")
     if rank is None:
         raise CheckSkipped("this release does not say its rank")
