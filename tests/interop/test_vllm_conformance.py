@@ -9,6 +9,8 @@ from vllm_engines import make_vllm_model, one_process, tiny_vllm
 from anyengine import VLLMEngine
 from anyengine.testing.conformance import Outcome, Report, run, select
 
+pytestmark = pytest.mark.timeout(600)  # a minute for both, unless the machine has much else to do
+
 
 @pytest.fixture(scope="module")
 def engine(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> VLLMEngine:
@@ -17,7 +19,7 @@ def engine(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> VLLMEn
 
 def check(engine: VLLMEngine, backend: str, *only: str, destructive: bool = False) -> Report:
     async def main() -> Report:
-        with anyio.fail_after(280):
+        with anyio.fail_after(580):
             return await run(engine, only=only, destructive=destructive, patience_s=60)
 
     return anyio.run(main, backend=backend)

@@ -90,7 +90,7 @@ TRAFFIC = {
     "pause does nothing": "PAU-01 PAU-02 PAU-03 PAU-04 PAU-05 | PAU-06",
     "wait is keep": "PAU-03",
     "keep is wait": "PAU-07",
-    "a pause refuses": "PAU-05 PAU-06",
+    "a pause refuses": "PAU-05 | PAU-06",
     "waiting is not aborted": "PAU-06",
     "resume fails when not paused": "PAU-08",
 }
