@@ -10,7 +10,7 @@ from typing import Any
 
 from anyengine import CommandEngine, EmbeddedEngine
 
-__all__ = ["misbehaving", "toy"]
+__all__ = ["misbehaving", "mutant", "toy"]
 
 RUNNER = "anyengine.testing.toy_runner:create_runner"
 
@@ -24,3 +24,8 @@ def misbehaving(behaviour: str, *args: str) -> CommandEngine:
     """A peer that speaks the wire by hand; see ``scripted_peer.py`` for what it can do."""
     script: Sequence[str] = (sys.executable, str(Path(__file__).with_name("scripted_peer.py")), behaviour, *args)
     return CommandEngine(argv=tuple(script))
+
+
+def mutant(fault: str = "") -> CommandEngine:
+    """Our engine core with a fault of its start or its end; see ``mutant_engine.py``."""
+    return CommandEngine(argv=(sys.executable, str(Path(__file__).with_name("mutant_engine.py")), fault))

@@ -216,6 +216,12 @@ class ChildProcess:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
 
+    def hang_up(self) -> None:
+        """End its standard input, as the death of the host would. Idempotent."""
+        if self._popen.stdin is not None and not self._popen.stdin.closed:
+            with suppress(BrokenPipeError):
+                self._popen.stdin.close()
+
     def kill(self) -> None:
         """Make sure that it ends: SIGKILL. Synchronous, idempotent. So does whatever it started in its process group,
         unless that has a grace period, which begins now."""

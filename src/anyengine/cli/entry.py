@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import anyio
 
+from anyengine.cli.check_options import CheckOptions
 from anyengine.cli.engine import EngineOptions, serve_front_end
 from anyengine.cli.options import parse_arguments
 from anyengine.cli.rendering import error_lines
@@ -25,7 +26,7 @@ from anyengine.exceptions import EngineError, RequestRejected
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from anyengine.cli.options import RunOptions
+    from anyengine.cli.options import Options, RunOptions
 
 __all__ = ["main"]
 
@@ -36,7 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the program's exit code."""
     options = parse_arguments(arguments)
     try:
-        return _serve(options) if isinstance(options, EngineOptions) else _run(options)
+        match options:
+            case CheckOptions():
+                return _check(options)
+            case EngineOptions():
+                return _serve(options)
+            case _:
+                return _run(options)
     except KeyboardInterrupt:  # before the event loop has its handler, or while standard input is read
         return _SIGNAL + SIGINT
     except OutputClosedError:
@@ -81,7 +88,19 @@ def _run(options: RunOptions) -> int:
     return _SIGNAL + number
 
 
-def _check_backend(options: RunOptions) -> None:
+def _check(options: CheckOptions) -> int:
+    from anyengine.cli.check import check_engine  # loads the suite, which `run` does not need
+
+    try:
+        target = options.target()
+        _check_backend(options)
+        return check_engine(options, target)
+    except ValueError as error:
+        _fail(error, options)
+        return _USAGE
+
+
+def _check_backend(options: RunOptions | CheckOptions) -> None:
     wanted = "uvloop" if options.uvloop else options.backend
     if find_spec(wanted) is None:
         raise RequestRejected(
@@ -109,11 +128,11 @@ def _reject(message: str, remedy: str, cause: Exception | None = None) -> NoRetu
     raise RequestRejected(message, parameter="prompt", remedy=remedy) from cause
 
 
-def _fail(error: Exception, options: RunOptions | EngineOptions) -> int:
+def _fail(error: Exception, options: Options) -> int:
     if options.traceback:
         traceback.print_exception(error)
     text = error_lines(error)
-    if not isinstance(error, EngineError | ValueError) and not options.traceback:
+    if not isinstance(error, EngineError | OSError | ValueError) and not options.traceback:
         text = f"error: unexpected {type(error).__name__}: {error}\n  try: --traceback, and report what it shows\n"
     sys.stderr.write(text)
     return _FAILED

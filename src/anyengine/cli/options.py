@@ -10,13 +10,14 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 from anyengine import EmbeddedEngine, SamplingParams
+from anyengine.cli.check_options import CheckOptions, add_check_command
 from anyengine.cli.engine import EngineOptions, add_engine_options
 from anyengine.config import DEFAULT_MODEL, DType
 
-__all__ = ["RunOptions", "parse_arguments"]
+__all__ = ["Options", "RunOptions", "parse_arguments"]
 
 _EXAMPLES = """examples:
   anyengine run "What is the capital of France?"
@@ -74,7 +75,11 @@ class RunOptions:
         return [*system, {"role": "user", "content": prompt}]
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> RunOptions | EngineOptions:
+Options: TypeAlias = RunOptions | EngineOptions | CheckOptions
+"""What was typed after one of the commands."""
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> Options:
     """Parse ``arguments`` (the program's own by default). Exits with 2 and a usage message when they make no sense."""
     parser = ArgumentParser(prog="anyengine", description="LLM inference under one AnyIO task group.")
     parser.add_argument("--version", action="version", version=f"anyengine {_version()}")
@@ -90,7 +95,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> RunOptions | Engi
     _add_engine_options(run)
     _add_sampling_options(run)
     _add_output_options(run)
-    run.set_defaults(options_type=RunOptions)
+    run.set_defaults(options=RunOptions)
     engine = commands.add_parser(
         "engine",
         help="be the engine of a front end that runs elsewhere",
@@ -100,19 +105,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> RunOptions | Engi
         formatter_class=RawDescriptionHelpFormatter,
     )
     add_engine_options(engine)
-    engine.set_defaults(options_type=EngineOptions)
+    engine.set_defaults(options=EngineOptions)
+    add_check_command(commands)
     values = vars(parser.parse_args(arguments))
-    options: RunOptions | EngineOptions = values.pop("options_type")(**values)
-    if isinstance(options, RunOptions):
-        _check_run_options(run, options)
-    return options
-
-
-def _check_run_options(run: ArgumentParser, options: RunOptions) -> None:
-    if options.uvloop and options.backend != "asyncio":
-        run.error("--uvloop is an event loop of asyncio: leave it out, or use --backend asyncio")
-    if options.raw and options.system is not None:
+    options: Options = values.pop("options")(**values)
+    if getattr(options, "uvloop", False) and getattr(options, "backend", "asyncio") != "asyncio":
+        parser.error("--uvloop is an event loop of asyncio: leave it out, or use --backend asyncio")
+    if isinstance(options, RunOptions) and options.raw and options.system is not None:
         run.error("--system needs the chat template, which --raw leaves out: give one of them")
+    return options
 
 
 def _add_prompt_options(run: ArgumentParser) -> None:

@@ -4,9 +4,9 @@ For tests that want a real engine process behind real sockets, started in a frac
 
     EmbeddedEngine(runner="anyengine.testing.toy_runner:create_runner", runner_options={"step_delay_s": 0.01})
 
-The next token depends on the seed and on all tokens before it, and on nothing else: not on sampling parameters,
-batch-mates or timing. :func:`expected_tokens` says what an undisturbed generation yields. Owns no engine logic: it
-sits where a model would.
+The next token depends on the seed and on all tokens before it, and on nothing else: not on batch-mates or timing. Of
+sampling parameters only those count that forbid or force a token, and the seed of a request that is not greedy.
+:func:`expected_tokens` says what an undisturbed generation yields. Owns no engine logic: it sits where a model would.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from anyengine.config import EmbeddedEngine
 from anyengine.engine.interfaces import ModelRunner, SampledToken, ScheduledSequence, SequenceState
 
 __all__ = ["ToyOptions", "ToyRunner", "create_runner", "expected_tokens", "next_token"]
+
+_CERTAIN = 100.0
+"""A logit bias of this size decides."""
 
 
 class ToyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,8 +108,21 @@ class ToyRunner:
             raise RuntimeError(f"{seq.request_id!r} has {seq.num_tokens} tokens, {num_cached_tokens} were scheduled")
         if num_cached_tokens < seq.num_tokens:
             return None
-        tokens = seq.prompt_token_ids + seq.output_token_ids
-        return SampledToken(next_token(self._seed, tokens, self.vocab_size))
+        return SampledToken(self._sample(seq, seq.prompt_token_ids + seq.output_token_ids))
+
+    def _sample(self, seq: SequenceState, tokens: list[int]) -> int:
+        sampling, bias = seq.sampling, seq.sampling.logit_bias or {}
+        seeded = sampling.seed is not None and sampling.temperature > 0 and sampling.top_k != 1
+        token_id = next_token(self._seed + (sampling.seed or 0 if seeded else 0), tokens, self.vocab_size)
+        forced = [candidate for candidate, value in bias.items() if value >= _CERTAIN]
+        allowed = forced or sampling.allowed_token_ids
+        if allowed:
+            return allowed[token_id % len(allowed)]
+        banned = {candidate for candidate, value in bias.items() if value <= -_CERTAIN}
+        banned |= {word[0] for word in sampling.bad_words_token_ids or () if len(word) == 1}
+        while token_id in banned and len(banned) < self.vocab_size:
+            token_id = (token_id + 1) % self.vocab_size
+        return token_id
 
 
 def create_runner(config: EmbeddedEngine, report: Callable[[Status], None]) -> ModelRunner:
