@@ -15,11 +15,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ._client.client import EngineClient
     from ._client.core_client import EngineCoreClient
+    from ._client.prompts import EmbedsPrompt
     from ._client.request_stream import RequestStream
     from ._client.session import ClientState
     from ._process.status import Status
     from ._protocol import EEPNotification, FaultStatus
-    from ._wire import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+    from ._wire import (
+        EngineCoreOutput,
+        EngineCoreOutputs,
+        EngineCoreRequest,
+        KvHintAction,
+        KvHintsEnvelope,
+        MultiModalFeatureSpec,
+        MultiModalField,
+        MultiModalFieldElem,
+        PlaceholderRange,
+        Tensor,
+    )
     from .config import CommandEngine, EmbeddedEngine, VLLMEngine
     from .exceptions import (
         ClientClosedError,
@@ -46,8 +58,15 @@ if TYPE_CHECKING:
         UtilityTimeout,
         WrongLoopError,
     )
-    from .outputs import FinishReason, RequestOutput
-    from .params import LoRARequest, OutputKind, SamplingParams
+    from .outputs import FinishReason, FlatLogprobs, Logprob, PoolingOutput, RequestOutput
+    from .params import (
+        LoRARequest,
+        OutputKind,
+        PoolingParams,
+        RepetitionDetectionParams,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
 __all__ = [
     "ClientClosedError",
@@ -58,6 +77,7 @@ __all__ = [
     "DrainTimeout",
     "EEPNotification",
     "EmbeddedEngine",
+    "EmbedsPrompt",
     "EncodeError",
     "EngineAsleepError",
     "EngineClient",
@@ -71,13 +91,24 @@ __all__ = [
     "EngineUnresponsiveError",
     "FaultStatus",
     "FinishReason",
+    "FlatLogprobs",
+    "KvHintAction",
+    "KvHintsEnvelope",
     "LoRARequest",
     "LocalProtocolError",
+    "Logprob",
+    "MultiModalFeatureSpec",
+    "MultiModalField",
+    "MultiModalFieldElem",
     "OutputKind",
     "OutputProcessingError",
     "OverloadedError",
+    "PlaceholderRange",
+    "PoolingOutput",
+    "PoolingParams",
     "ProtocolError",
     "RemoteProtocolError",
+    "RepetitionDetectionParams",
     "RequestError",
     "RequestFailed",
     "RequestOutput",
@@ -87,6 +118,8 @@ __all__ = [
     "SamplingParams",
     "StartupTimeout",
     "Status",
+    "StructuredOutputsParams",
+    "Tensor",
     "UtilityError",
     "UtilityTimeout",
     "VLLMEngine",
@@ -98,6 +131,7 @@ _HOMES = {
     for module, names in {
         "_client.client": ("EngineClient",),
         "_client.core_client": ("EngineCoreClient",),
+        "_client.prompts": ("EmbedsPrompt",),
         "_client.request_stream": ("RequestStream",),
         "_client.session": ("ClientState",),
         "_protocol": (
@@ -108,6 +142,13 @@ _HOMES = {
             "EngineCoreOutput",
             "EngineCoreOutputs",
             "EngineCoreRequest",
+            "KvHintAction",
+            "KvHintsEnvelope",
+            "MultiModalFeatureSpec",
+            "MultiModalField",
+            "MultiModalFieldElem",
+            "PlaceholderRange",
+            "Tensor",
         ),
         "config": (
             "CommandEngine",
@@ -116,9 +157,19 @@ _HOMES = {
         ),
         "outputs": (
             "FinishReason",
+            "FlatLogprobs",
+            "Logprob",
+            "PoolingOutput",
             "RequestOutput",
         ),
-        "params": ("LoRARequest", "OutputKind", "SamplingParams"),
+        "params": (
+            "LoRARequest",
+            "OutputKind",
+            "PoolingParams",
+            "RepetitionDetectionParams",
+            "SamplingParams",
+            "StructuredOutputsParams",
+        ),
         "_process.status": ("Status",),
     }.items()
     for name in names

@@ -30,6 +30,8 @@ READY_RESPONSE = {
 class Peer:
     """One engine core, by hand."""
 
+    tasks: Any = ("generate",)
+
     def __init__(self) -> None:
         launch = json.loads(sys.stdin.readline())
         self.context = zmq.Context()
@@ -63,8 +65,13 @@ class Peer:
         self.ready()
 
     def receive(self) -> tuple[bytes, Any]:
-        kind, payload, *_ = self.inputs.recv_multipart()
-        return kind, unpack(payload)
+        """The next message that a behaviour must see; what every client asks of every engine is answered here."""
+        while True:
+            kind, payload, *_ = self.inputs.recv_multipart()
+            message = unpack(payload)
+            if kind != b"\x03" or message[2] != "get_supported_tasks":
+                return kind, message
+            self.reply(message[1], self.tasks)
 
     def send_tokens(self, request_id: str, token_ids: list[int], finish_reason: int | None = None) -> None:
         output = [request_id, token_ids, None, None, None, finish_reason]

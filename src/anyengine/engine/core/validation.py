@@ -24,6 +24,7 @@ _UNSUPPORTED_SAMPLING_FIELDS = (
     "structured_outputs",
     "repetition_detection",
     "thinking_token_budget",
+    "trace_decode_token_ids",
 )
 _SAMPLING_RANGES = {  # field: smallest, largest
     "temperature": (0.0, 2.0),
