@@ -144,7 +144,9 @@ class Tensor:
         if name == "float16":
             return struct.unpack(f"<{math.prod(self.shape)}e", self.data)
         if name == "bfloat16":  # the upper half of a float32
-            return _from_little_endian("f", array("I", [half << 16 for half in _from_little_endian("H", self.data)]))
+            floats = array("f")
+            floats.frombytes(array("I", [half << 16 for half in _from_little_endian("H", self.data)]).tobytes())
+            return floats
         if (code := _ARRAY_CODES.get(name)) is None:
             raise TypeError(f"no Python numbers for a tensor of dtype {self.dtype!r}; read the bytes in .data")
         return _from_little_endian(code, self.data)
