@@ -59,8 +59,9 @@ def test_what_an_engine_says_of_itself_and_what_it_was_started_with() -> None:
     assert (facts.priorities, facts.lora, facts.max_loras) == (False, True, 2)
     no_lora = EngineCoreReadyResponse(max_model_len=32, supports_lora=False)
     assert EngineFacts.of(VLLMEngine("m", args={"scheduling_policy": "priority"}), [READY, no_lora]).lora is False
-    with pytest.raises(ValueError, match="none of 'auto'"):
-        EngineFacts.of(VLLMEngine("m", args={"structured_outputs_config": {"backend": "magic"}}), [])
+    section = {"structured_outputs_config": {"backend": "guidance", "reasoning_parser": "x"}}
+    facts = EngineFacts.of(VLLMEngine("m", args=section), [])
+    assert (facts.structured_outputs_backend, facts.reasoning) == ("guidance", True)
 
 
 # --------------------------------------------------------------------- sampling
@@ -99,6 +100,17 @@ def test_refused_sampling_parameters(args: dict[str, Any], params: dict[str, Any
     assert caught.value.remedy
 
 
+@pytest.mark.feature("R15")
+def test_chosen_tokens_and_a_number_must_agree() -> None:
+    assert SamplingParams(logprobs=2, logprob_token_ids=[1, 2]).logprobs == 2
+    for params in ({"logprobs": 1, "logprob_token_ids": [1, 2]}, {"logprob_token_ids": []}):
+        with pytest.raises(RequestRejected):
+            SamplingParams(**params)
+    for params in ({"prompt_logprob_start": 1}, {"prompt_logprob_token_ids": []}, {"prompt_logprob_token_ids": [[]]}):
+        with pytest.raises(RequestRejected):
+            SamplingParams(**params)
+
+
 TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"logprobs": 20, "prompt_logprobs": 0}),
     ({"max_logprobs": -1}, {"logprobs": -1, "prompt_logprobs": 400}),
@@ -110,6 +122,7 @@ TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.feature("R28")
 @pytest.mark.parametrize(("args", "params"), TAKEN)
 def test_taken_sampling_parameters(args: dict[str, Any], params: dict[str, Any]) -> None:
     sampling = build(builder(**args), params=SamplingParams(**params)).sampling_params
@@ -152,7 +165,6 @@ def test_the_backend_of_the_first_request_stays() -> None:
 # -------------------------------------------------------------------- embeddings
 
 
-@pytest.mark.feature("R36", "R57")
 @pytest.mark.parametrize(
     "given", [EMBEDS, torch.ones(3, 4), torch.ones(3, 4, dtype=torch.bfloat16), EMBEDS.astype("<f2")]
 )
@@ -242,7 +254,6 @@ def test_refused_fields(fields: dict[str, Any], parameter: str) -> None:
     assert (caught.value.parameter, caught.value.request_id) == (parameter, "label")
 
 
-@pytest.mark.feature("R38")
 def test_features_pass_through_as_they_are(tmp_path: Path) -> None:
     config = {"vocab_size": 400, "vision_config": {}, "hidden_size": 4}
     model = ModelFacts.read(built_tokenizers.write_model(tmp_path / "model", config=config))
@@ -259,7 +270,6 @@ def test_features_pass_through_as_they_are(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------- pooling
 
 
-@pytest.mark.feature("R49")
 @pytest.mark.parametrize(
     ("params", "filled"),
     [

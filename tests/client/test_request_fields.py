@@ -38,7 +38,7 @@ async def finish(client: EngineClient, **fields: Any) -> None:
         pass
 
 
-@pytest.mark.feature("R37", "R42", "R48")
+@pytest.mark.feature("R48")
 async def test_fields_arrive(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with anyio.fail_after(30):

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 from engines import misbehaving
+from hypothesis import given
+from hypothesis import strategies as st
 
 from anyengine import (
     EngineClient,
@@ -18,11 +23,14 @@ from anyengine import (
     OutputProcessingError,
     RequestOutput,
     SamplingParams,
+    Tensor,
 )
+from anyengine._client.scores import ScoredRequestState, Scores
+from anyengine._wire import EngineCoreOutput, LogprobsLists
 
 pytestmark = pytest.mark.anyio
 
-PROMPT = [1, 2, 3]
+PROMPT = [1, 2, 3, 4]
 ASKED: dict[str, Any] = {"logprobs": 2, "prompt_logprobs": 1}
 # What the peer says: token t has the log-probability -t/10 and the rank t, and 101, 102, ... come after it.
 ROWS = {t: {t: (-t / 10, t), 101: (-1.0, 1), 102: (-2.0, 2)} for t in (5, 6, 7, 8)}
@@ -54,7 +62,12 @@ async def test_a_row_for_each_token(kind: OutputKind, how: str) -> None:
     assert rows == [ROWS[token] for token in (5, 6, 7, 8)]
     assert [out.cumulative_logprob for out in outs][-1] == pytest.approx(-2.6)
     prompt_rows = next(out.prompt_logprobs for out in outs if out.prompt_logprobs is not None)
-    assert plain(prompt_rows) == [None, {11: (-1.1, 11), 101: (-1.0, 1)}, {12: (-1.2, 12), 101: (-1.0, 1)}]
+    assert plain(prompt_rows) == [
+        None,
+        {11: (-1.1, 11), 101: (-1.0, 1)},
+        {12: (-1.2, 12), 101: (-1.0, 1)},
+        {13: (-1.3, 13), 101: (-1.0, 1)},
+    ]
     assert outs[-1].logprobs is not None and outs[-1].logprobs.chosen()[-1] == pytest.approx(-0.8)
 
 
@@ -95,7 +108,7 @@ async def test_broken_rows_are_one_requests_error(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "hint"), [({"prompt_logprob_token_ids": [[1], [2]]}, "V2 model runner"), ({}, "not 6")]
+    ("asked", "hint"), [({"prompt_logprob_token_ids": [[1], [2], [3]]}, "V2 model runner"), ({}, "not 6")]
 )
 async def test_what_an_engine_leaves_out_is_missed(asked: dict[str, Any], hint: str) -> None:
     prompt = PROMPT if asked else [1] * 7
@@ -104,6 +117,37 @@ async def test_what_an_engine_leaves_out_is_missed(asked: dict[str, Any], hint: 
             with pytest.raises(OutputProcessingError, match=hint):
                 async for _ in client.generate(prompt, SamplingParams(**{**ASKED, **asked})):
                     pass
+
+
+CHUNKS = st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=12)
+
+
+@pytest.mark.feature("O09")
+@given(chunks=CHUNKS, columns=st.integers(1, 5))
+def test_any_pace_gives_the_same_rows(chunks: list[tuple[int, bool]], columns: int) -> None:
+    """Outputs of 0 to 3 tokens, taken or left to be merged, in any order: deltas add up to what is cumulative."""
+    params = SamplingParams(logprobs=2)
+    state = ScoredRequestState("wire", "label", SimpleNamespace(wake=lambda: None), params, 1)  # type: ignore[arg-type]
+    scores, tokens, deltas = Scores(params, lambda token, context: f"{list(context)}>{token}"), 0, []
+    for count, taken in [*chunks, (0, True)]:
+        ids = list(range(tokens, tokens + count))
+        tokens += count
+        rows = np.array([[token, *range(100, 99 + columns)] for token in ids], np.int32).reshape(count, columns)
+        log_probs = LogprobsLists(
+            Tensor.from_array(rows),
+            Tensor.from_array(-rows.astype(np.float32)),
+            Tensor.from_array(np.array(ids, np.int64)),
+        )
+        state.push(EngineCoreOutput("wire", ids, new_logprobs=log_probs if ids else None))
+        if taken:
+            scores.take(state)
+            deltas += list(scores.fields(everything=False)["logprobs"])
+    whole = scores.fields(everything=True)
+    assert deltas == list(whole["logprobs"]) and len(deltas) == tokens
+    assert [next(iter(row)) for row in deltas] == list(range(tokens))
+    assert whole["cumulative_logprob"] == -sum(range(tokens))
+    flat = whole["logprobs"]  # a few objects, however many rows
+    assert all(isinstance(column, array) for column in (flat.ends, flat.token_ids, flat.logprobs, flat.ranks))
 
 
 # ------------------------------------------------------------------ the record itself

@@ -382,7 +382,7 @@ BROKEN_LOG_PROBS: dict[str, Any] = {  # in place of the two rows of the second o
 
 def scores(peer: Peer, what: str) -> None:
     """Answers each request with tokens 5, 6, 7 and 8 in three outputs, with their log-probabilities, and those of a
-    prompt of three tokens in two pieces, the first of them before any token. ``what`` is "good" or a way to be broken;
+    prompt of four tokens in three pieces, two of them before any token. ``what`` is "good" or a way to be broken;
     "together" sends all of it in one message."""
     peer.start()
     while True:
@@ -395,7 +395,8 @@ def scores(peer: Peer, what: str) -> None:
         rows = BROKEN_LOG_PROBS.get(what, log_probs_of([6, 7]))
         outputs = [
             [name, [], None, [*log_probs_of([11])[:3], None, None]],
-            [name, [5], log_probs_of([5]), [*log_probs_of([12])[:3], None, None]],
+            [name, [], None, [*log_probs_of([12])[:3], None, None]],
+            [name, [5], log_probs_of([5]), [*log_probs_of([13])[:3], None, None]],
             [name, [6, 7], rows],
             [name, [8], log_probs_of([8]), None, None, 1],
         ]

@@ -7,10 +7,10 @@ since a registration says little. Decides nothing about requests.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
-from anyengine._text import BACKENDS
+import msgspec
+
 from anyengine._wire import EngineCoreReadyResponse
 from anyengine.config import EmbeddedEngine, EngineSettings, VLLMEngine
 
@@ -19,8 +19,7 @@ __all__ = ["EngineFacts"]
 _MAX_LOGPROBS: Final = 20  # vLLM's default
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFacts:
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Each field has the value of a vLLM engine without arguments of its own.
 
     ``max_logprobs`` -1: as many as the vocabulary has. ``priorities`` ``None``: nobody knows. ``lora``: ``False`` if a
@@ -36,26 +35,25 @@ class EngineFacts:
     priorities: bool | None = None
     lora: bool = True
     max_loras: int = 1
-    pooler: Mapping[str, Any] = field(default_factory=dict)
+    pooler: Mapping[str, Any] = {}
     tasks: frozenset[str] | None = None
 
     @classmethod
     def of(cls, engine: EngineSettings, registrations: Iterable[EngineCoreReadyResponse | None]) -> Self:
-        """The facts of a running engine.
-
-        Raises:
-            ValueError: the engine's arguments name a structured-output backend that there is not.
-        """
+        """The facts of a running engine."""
         args: Mapping[str, Any] = getattr(engine, "args", {})
         ready = [response for response in registrations if response is not None]
+        structured = _section(args, "structured_outputs_config")
         slots = [response.max_loras for response in ready if response.max_loras]
         return cls(
             max_logprobs=int(args.get("max_logprobs", _MAX_LOGPROBS)),
             prompt_embeds=bool(args.get("enable_prompt_embeds")),
             tokenizer=not args.get("skip_tokenizer_init"),
-            reasoning=bool(args.get("reasoning_parser") or args.get("reasoning_config")),
+            reasoning=bool(
+                args.get("reasoning_parser") or args.get("reasoning_config") or structured.get("reasoning_parser")
+            ),
             trace_replay=bool(args.get("enable_trace_replay")),
-            structured_outputs_backend=_backend(args),
+            structured_outputs_backend=structured.get("backend", "auto"),
             priorities=_priorities(engine, args),
             lora=all(response.supports_lora is not False for response in ready),
             max_loras=min(slots, default=1),
@@ -67,15 +65,6 @@ class EngineFacts:
 def _section(args: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     section = args.get(name)
     return section if isinstance(section, Mapping) else {}
-
-
-def _backend(args: Mapping[str, Any]) -> str:
-    backend = _section(args, "structured_outputs_config").get("backend", "auto")
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(
-            f"structured_outputs_config: backend={backend!r} is none of 'auto', {', '.join(map(repr, BACKENDS))}"
-        )
-    return str(backend)
 
 
 def _priorities(engine: EngineSettings, args: Mapping[str, Any]) -> bool | None:

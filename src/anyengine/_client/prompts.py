@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias
 
 import msgspec
@@ -39,8 +38,7 @@ Prompt: TypeAlias = str | Sequence[int] | EmbedsPrompt | Any
 _DTYPES: Final = ("float32", "float16", "bfloat16")
 
 
-@dataclass(frozen=True, slots=True)
-class Embeddings:
+class Embeddings(msgspec.Struct, frozen=True):
     """A prompt of embeddings, with memory of its own. Invariant: two dimensions, a dtype of three, all finite."""
 
     tensor: Tensor  # [num_prompt_tokens, hidden_size]

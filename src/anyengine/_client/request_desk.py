@@ -196,7 +196,10 @@ class RequestDesk:
         if isinstance(item, OutputBatch):
             for entry, exc in connection.requests.dispatch(item.outputs):
                 self._core.abort([entry.request_id])
-                error = OutputProcessingError(f"cannot take an output of request {entry.request_id!r}: {exc!r}")
+                assert isinstance(entry.consumer, RequestState)
+                error = OutputProcessingError(
+                    f"cannot take an output of request {entry.request_id!r}: {exc!r}", request_id=entry.consumer.label
+                )
                 error.__cause__ = exc
                 entry.consumer.fail(error)
         elif isinstance(item, EngineDeadError):

@@ -210,7 +210,9 @@ class RequestStream:
         """Empty the merge buffer. Synchronous, so nothing can be lost between the buffer and the caller."""
         ids, state.token_ids = state.token_ids or [], None
         if state.error is not None and (not ids or self._params.output_kind is OutputKind.FINAL_ONLY):
-            self._keep(ids, state)
+            self._token_ids += ids
+            if self._scores is not None:
+                self._take_scores(self._scores, state)
             self._over, self._error = True, self._with_partial(state.error)
             raise self._error.for_waiter()
         finished = state.finish_reason is not None
@@ -218,7 +220,9 @@ class RequestStream:
             text = self._detokenize(ids, state, finished=finished)
         except Exception as exc:
             raise self._fail_processing(state, exc) from exc
-        self._keep(ids, state)
+        self._token_ids += ids
+        if self._scores is not None:
+            self._take_scores(self._scores, state)
         if text:
             self._text.append(text)
         self._over = finished
@@ -226,11 +230,11 @@ class RequestStream:
             text, ids = "".join(self._text), self._token_ids.copy()
         return self._output(text, ids, state, everything=self._params.output_kind is not OutputKind.DELTA)
 
-    def _keep(self, ids: list[int], state: RequestState) -> None:
-        self._token_ids += ids
-        if self._scores is not None:
-            assert isinstance(state, ScoredRequestState)
-            self._scores.take(state)
+    @staticmethod
+    def _take_scores(scores: Scores, state: RequestState) -> None:
+        """Together with the tokens, always: a row for each."""
+        assert isinstance(state, ScoredRequestState)
+        scores.take(state)
 
     def _detokenize(self, ids: list[int], state: RequestState, *, finished: bool) -> str:
         detokenizer = self._detokenizer

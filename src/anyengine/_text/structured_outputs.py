@@ -18,10 +18,9 @@ import msgspec
 from anyengine.exceptions import RequestRejected
 from anyengine.params import StructuredOutputsParams
 
-__all__ = ["BACKENDS", "choice_grammar", "settle_structured_outputs"]
+__all__ = ["choice_grammar", "settle_structured_outputs"]
 
-BACKENDS: Final = ("xgrammar", "guidance", "outlines", "lm-format-enforcer")
-_AUTO: Final = BACKENDS[:3]  # what "auto" tries, in this order
+_AUTO: Final = ("xgrammar", "guidance", "outlines")  # what "auto" tries, in this order
 
 _MAX_NESTING: Final = 64
 _TAG_NESTING: Final = 16  # what a structural tag wraps around its schemas
@@ -35,7 +34,7 @@ def settle_structured_outputs(
 ) -> tuple[StructuredOutputsParams, str]:
     """``params`` in the form that the backend takes, and the backend.
 
-    ``setting`` is the engine's: one of :data:`BACKENDS`, or ``"auto"``. ``used`` is the backend of an earlier request:
+    ``setting`` is the engine's: a backend by vLLM's name, or ``"auto"``. ``used`` is the backend of an earlier request:
     an engine builds one for its whole life, which then enforces also what names another.
 
     Raises:

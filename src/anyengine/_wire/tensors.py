@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 import struct
-import sys
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -55,6 +54,7 @@ _TORCH_NAMES: Final = {
     "u8": "uint64", "i8": "int64", "f2": "float16", "f4": "float32", "f8": "float64", "c8": "complex64",
     "c16": "complex128",
 }  # fmt: skip
+_BIG_ENDIAN: Final = array("H", [1]).tobytes() == b"\0\1"  # this machine
 _ARRAY_CODES: Final = {
     "uint8": "B", "int8": "b", "uint16": "H", "int16": "h", "uint32": "I", "int32": "i", "uint64": "Q", "int64": "q",
     "float32": "f", "float64": "d",
@@ -128,7 +128,7 @@ class Tensor:
         if self.dtype in _TORCH_ITEM_BYTES:
             return self
         name = _TORCH_NAMES.get(self.dtype[1:])
-        if name is None or self.dtype[0] == ">" or (self.dtype[0] == "=" and sys.byteorder == "big"):
+        if name is None or self.dtype[0] == ">" or (self.dtype[0] == "=" and _BIG_ENDIAN):
             raise EncodeError(f"torch has no dtype {self.dtype!r}", type_name=self.dtype)
         return Tensor(name, self.shape, self.data)
 
@@ -195,7 +195,7 @@ def _nested(values: list[Any], shape: tuple[int, ...]) -> list[Any]:
 def _from_little_endian(code: str, data: Any) -> array[Any]:
     values: array[Any] = array(code)
     values.frombytes(data)
-    if sys.byteorder == "big":
+    if _BIG_ENDIAN:
         values.byteswap()
     return values
 
