@@ -7,10 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
-from engines import misbehaving
+from engines import misbehaving, toy
 
-from anyengine import EngineClient, LoRARequest, RequestRejected, SamplingParams
+from anyengine import (
+    EngineClient,
+    LoRARequest,
+    RequestFailed,
+    RequestRejected,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -92,3 +100,25 @@ async def test_an_engine_without_adapters_is_asked_for_none() -> None:
             with pytest.raises(RequestRejected, match="LoRA is not enabled") as caught:
                 await client.submit([1], lora_request=LoRARequest("a", 1, "/a"))
     assert caught.value.parameter == "lora_request"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logprobs": 1},
+        {"prompt_logprobs": 0},
+        {"logprob_token_ids": [1]},
+        {"structured_outputs": StructuredOutputsParams(regex="a")},
+    ],
+)
+async def test_what_our_own_engine_cannot_do_fails_one_request(params: dict[str, Any]) -> None:
+    with anyio.fail_after(30):
+        async with EngineClient(engine=toy()) as client:
+            with pytest.raises(RequestFailed, match="is not supported by this engine"):
+                async for _ in client.generate([1, 2], SamplingParams(**params)):
+                    pass
+            with pytest.raises(RequestRejected, match="LoRA is not enabled"):
+                await client.submit([1], lora_request=LoRARequest("a", 1, "/a"))
+            with pytest.raises(RequestRejected, match="takes no embeddings"):
+                await client.submit(np.ones((2, 4), np.float32))
+            await finish(client)
