@@ -72,13 +72,16 @@ async def test_an_adapter_is_loaded_before_it_is_used(tmp_path: Path) -> None:
             assert (caught.value.parameter, bool(caught.value.remedy)) == ("lora_request", True)
             with pytest.raises(RequestRejected, match="empty"):  # bad input, before anything is sent
                 await client.submit([], lora_request=LoRARequest("c", 3, "/c"))
+            with pytest.raises(RequestRejected, match="stands for the adapter 'a'"):  # the engine would use it
+                await client.submit([1], lora_request=LoRARequest("e", 1, "/e"))
             await client.remove_lora(1)
             await finish(client, lora_request=lora)
+            await finish(client, lora_request=LoRARequest("e", 1, "/e", load_inplace=True))
             await finish(client, lora_request=LoRARequest("d", 4, "/d", load_inplace=True))
     calls = [[payload[2], payload[3][0][0]] for payload in await messages(path, "utility") if payload[2] == "add_lora"]
-    assert calls == [["add_lora", name] for name in ("a", "b", "a", "d")]
+    assert calls == [["add_lora", name] for name in ("a", "b", "a", "e", "d")]
     adds = [payload[6] for payload in await messages(path, "add")]
-    assert [adapter[0] for adapter in adds] == ["a", "a", "a", "d"]
+    assert [adapter[0] for adapter in adds] == ["a", "a", "a", "e", "d"]
     assert adds[-1][4] is False  # it is loaded already; the engine would load it again in every step
 
 

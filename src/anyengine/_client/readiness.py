@@ -31,6 +31,7 @@ class EngineReadiness:
         self._asking = anyio.Lock()
         self._asked: bool = False
         self._loaded: dict[LoRARequest, None] = {}  # in the order of use, the latest last
+        self._holders: dict[int, LoRARequest] = {}  # by adapter id: whom the engine takes it for
 
     async def learn_tasks(self, builder: RequestBuilder) -> None:
         """Ask the engine for its tasks, once; an engine that does not tell is taken for one that generates.
@@ -65,6 +66,16 @@ class EngineReadiness:
 
         Cancellation: the engine may load it all the same.
         """
+        holder = self._holders.get(adapter.lora_int_id)
+        if holder is not None and holder.lora_path != adapter.lora_path and not adapter.load_inplace:
+            # The engine would go by the id, and use what it has.
+            raise RequestRejected(
+                f"lora_int_id={adapter.lora_int_id} stands for the adapter {holder.lora_name!r} "
+                f"from {holder.lora_path!r}",
+                parameter="lora_request",
+                value=adapter,
+                remedy="use another id, remove_lora() before, or load_inplace=True to replace it",
+            )
         try:
             await self._call("add_lora", lora_to_wire(adapter))
         except UtilityError as exc:
@@ -75,6 +86,7 @@ class EngineReadiness:
                 remedy="check the path (on the engine's machine), the rank and the target modules",
             ) from exc
         self.forget(adapter.lora_int_id)
+        self._holders[adapter.lora_int_id] = adapter
         if adapter.load_inplace:
             return  # it asks for a reload, every time
         self._loaded[adapter] = None
@@ -83,5 +95,6 @@ class EngineReadiness:
 
     def forget(self, lora_id: int) -> None:
         """It is unloaded, or replaced by another one of the same id."""
+        self._holders.pop(lora_id, None)
         for adapter in [adapter for adapter in self._loaded if adapter.lora_int_id == lora_id]:
             del self._loaded[adapter]
