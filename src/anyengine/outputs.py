@@ -38,6 +38,7 @@ class TensorLike(Protocol):
     @property
     def dtype(self) -> str:
         """numpy's or torch's name of it: ``"<f4"``, ``"float32"``."""
+        ...
 
     @property
     def shape(self) -> tuple[int, ...]: ...

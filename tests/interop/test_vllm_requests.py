@@ -131,7 +131,7 @@ def assert_rows(name: str, rows: Any, expected: torch.Tensor, tokens: list[int],
 
 @pytest.mark.parametrize("kind", list(OutputKind))
 async def test_log_probs_equal_transformers(client: EngineClient, reference: Any, kind: OutputKind) -> None:
-    with anyio.fail_after(60):
+    with anyio.fail_after(150):
         for i, prompt in enumerate(PROMPTS):
             out = await collect(client, prompt, greedy(logprobs=4, prompt_logprobs=3, output_kind=kind))
             assert_agrees(f"prompt {i}", out.token_ids, reference_of(reference, prompt, 8))
@@ -146,7 +146,7 @@ async def test_log_probs_equal_transformers(client: EngineClient, reference: Any
 
 async def test_as_many_log_probs_as_were_asked_for(client: EngineClient, reference: Any) -> None:
     prompt = PROMPTS[1]
-    with anyio.fail_after(60):
+    with anyio.fail_after(150):
         none = await collect(client, prompt, greedy())
         assert none.logprobs is none.prompt_logprobs is none.cumulative_logprob is None
         one = await collect(client, prompt, greedy(logprobs=0))
@@ -165,7 +165,7 @@ async def test_neighbours_in_a_batch_get_their_own_number(client: EngineClient) 
     async def run(k: int) -> None:
         outs[k] = await collect(client, PROMPTS[k], greedy(logprobs=k, max_tokens=20))
 
-    with anyio.fail_after(60):
+    with anyio.fail_after(150):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run, 1)
             tasks.start_soon(run, 5)
@@ -175,7 +175,7 @@ async def test_neighbours_in_a_batch_get_their_own_number(client: EngineClient) 
 
 async def test_log_probs_of_chosen_tokens(client: EngineClient, reference: Any) -> None:
     prompt, chosen = PROMPTS[2], [5, 17, 250]
-    with anyio.fail_after(60):
+    with anyio.fail_after(150):
         out = await collect(client, prompt, greedy(logprob_token_ids=chosen))
     truth = log_probs(reference, [*prompt, *out.token_ids])[len(prompt) - 1 : -1]
     assert out.logprobs is not None
@@ -186,12 +186,12 @@ async def test_log_probs_of_chosen_tokens(client: EngineClient, reference: Any) 
 
 async def test_what_the_engine_would_ignore_is_an_error(client: EngineClient) -> None:
     """The V1 model runner takes no prompt_logprob_token_ids, and says nothing."""
-    with anyio.fail_after(60), pytest.raises(OutputProcessingError, match="V2 model runner"):
+    with anyio.fail_after(150), pytest.raises(OutputProcessingError, match="V2 model runner"):
         await collect(client, [1, 2, 3], greedy(prompt_logprob_token_ids=[[1], [2]]))
 
 
 async def test_texts_of_tokens(client: EngineClient) -> None:
-    with anyio.fail_after(60):
+    with anyio.fail_after(150):
         out = await collect(client, "Grüße", greedy(prompt_logprobs=0, allowed_token_ids=list(range(256)), logprobs=0))
     prompt_ids = client.tokenizer.encode("Grüße")
     assert isinstance(out.prompt_logprobs, FlatLogprobs)
@@ -204,7 +204,7 @@ async def test_texts_of_tokens(client: EngineClient) -> None:
 
 async def test_sampling_parameters_reach_the_sampler(client: EngineClient) -> None:
     prompt = PROMPTS[3]
-    with anyio.fail_after(60):
+    with anyio.fail_after(150):
         plain = await collect(client, prompt, greedy())
         biased = await collect(client, prompt, greedy(logit_bias={42: 100.0}))
         assert biased.token_ids == [42] * 8
@@ -257,7 +257,7 @@ async def test_structured_outputs(client: EngineClient, constraint: dict[str, An
     params = SamplingParams(
         max_tokens=200, seed=11, structured_outputs=StructuredOutputsParams(**constraint), temperature=0.5
     )
-    with anyio.fail_after(60):
+    with anyio.fail_after(150):
         out = await collect(client, PROMPTS[5], params)
     if matches is None:  # a random model seldom ends an object
         assert out.text.lstrip().startswith("{")
@@ -269,7 +269,7 @@ async def test_structured_outputs(client: EngineClient, constraint: dict[str, An
 
 async def test_a_grammar_that_cannot_be_built_fails_its_request_only(client: EngineClient) -> None:
     broken = StructuredOutputsParams(grammar="root ::= nothing_of_that_name")
-    with anyio.fail_after(60):
+    with anyio.fail_after(150):
         with pytest.raises(RequestFailed):
             await collect(client, [1, 2], greedy(structured_outputs=broken))
         with pytest.raises(RequestRejected, match="multipleOf"):  # ignored by the backend that is in use now
@@ -284,7 +284,7 @@ async def test_a_grammar_that_cannot_be_built_fails_its_request_only(client: Eng
 async def test_lora(client: EngineClient, model: Path, adapter: Path) -> None:
     lora = LoRARequest("tiny", 1, str(adapter))
     merged = adapted(model, adapter)
-    with anyio.fail_after(60):
+    with anyio.fail_after(150):
         for i, prompt in enumerate(PROMPTS):
             with_it = await collect(client, prompt, greedy(), lora_request=lora)
             without = await collect(client, prompt, greedy())
@@ -301,7 +301,7 @@ async def test_lora(client: EngineClient, model: Path, adapter: Path) -> None:
 
 @pytest.mark.feature("R37")
 async def test_cached_prefixes_are_shared_within_one_salt(client: EngineClient) -> None:
-    with anyio.fail_after(60):
+    with anyio.fail_after(150):
         await client.reset_prefix_cache()
         cached = []
         for salt in ("a", "a", "b", None, None):
@@ -320,7 +320,7 @@ async def test_priority(client: EngineClient) -> None:
         await collect(client, PROMPTS[0], greedy(max_tokens=30), priority=priority, request_id=name)
         finished.append(name)
 
-    with anyio.fail_after(60):
+    with anyio.fail_after(150):
         await client.pause_generation(mode="keep", clear_cache=False)
         async with anyio.create_task_group() as tasks:
             for number, (name, priority) in enumerate({"first": 3, "second": 5, "urgent": -1}.items()):
@@ -336,7 +336,7 @@ async def test_headers_and_session(client: EngineClient) -> None:
         "trace_headers": {"traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01"},
         "session_id": "s",
     }
-    with anyio.fail_after(60):
+    with anyio.fail_after(150):
         assert len((await collect(client, PROMPTS[0], greedy(), **fields)).token_ids) == 8
 
 
@@ -346,7 +346,7 @@ async def test_prompts_of_embeddings(client: EngineClient, reference: Any, dtype
     prompt = PROMPTS[1]
     table = reference.get_input_embeddings().weight.data
     embeds = table[torch.tensor(prompt)].to(dtype)
-    with anyio.fail_after(60):
+    with anyio.fail_after(150):
         out = await collect(client, embeds, greedy(max_tokens=1, logprobs=3))
         with torch.no_grad():
             truth = torch.log_softmax(reference(inputs_embeds=embeds.float()[None]).logits[0, -1].float(), dim=-1)
@@ -375,7 +375,7 @@ async def test_what_would_end_the_engine_is_refused(client: EngineClient) -> Non
         ([1], {"thinking_token_budget": 5}, "thinking_token_budget"),
         ([1], {"trace_decode_token_ids": [1]}, "trace_decode_token_ids"),
     ]
-    with anyio.fail_after(60):
+    with anyio.fail_after(150):
         for prompt, params, parameter in fatal:
             with pytest.raises(RequestRejected) as caught:
                 await client.submit(prompt, greedy(**params))
@@ -390,7 +390,7 @@ async def test_what_would_end_the_engine_is_refused(client: EngineClient) -> Non
 
 async def test_embeddings_equal_transformers(pooling_client: EngineClient, reference: Any) -> None:
     client = pooling_client
-    with anyio.fail_after(60):
+    with anyio.fail_after(150):
         assert {"embed", "token_embed"} <= set(await client.supported_tasks())
         for prompt in PROMPTS:
             with torch.no_grad():
@@ -407,7 +407,7 @@ async def test_embeddings_equal_transformers(pooling_client: EngineClient, refer
 
 async def test_the_ways_out_of_a_pooling_request(pooling_client: EngineClient) -> None:
     client = pooling_client
-    with anyio.fail_after(60):
+    with anyio.fail_after(150):
         for task in ("classify", "no such task"):
             with pytest.raises(RequestRejected, match="none of the engine's"):
                 await client.encode([1], PoolingParams(task=task))
