@@ -15,11 +15,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ._client.client import EngineClient
     from ._client.core_client import EngineCoreClient
+    from ._client.prompts import EmbedsPrompt
     from ._client.request_stream import RequestStream
     from ._client.settings import ClientState
     from ._process.status import Status
     from ._protocol import EEPNotification, FaultStatus
-    from ._wire import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+    from ._wire import (
+        EngineCoreOutput,
+        EngineCoreOutputs,
+        EngineCoreRequest,
+        KvHintAction,
+        KvHintsEnvelope,
+        MultiModalFeatureSpec,
+        MultiModalField,
+        MultiModalFieldElem,
+        PlaceholderRange,
+        Tensor,
+    )
     from .config import CommandEngine, EmbeddedEngine, InheritedEngine, RemoteEngine, RunningEngine, VLLMEngine
     from .exceptions import (
         ClientClosedError,
@@ -46,8 +58,15 @@ if TYPE_CHECKING:
         UtilityTimeout,
         WrongLoopError,
     )
-    from .outputs import FinishReason, RequestOutput
-    from .params import LoRARequest, OutputKind, SamplingParams
+    from .outputs import FinishReason, FlatLogprobs, Logprob, PoolingOutput, RequestOutput
+    from .params import (
+        LoRARequest,
+        OutputKind,
+        PoolingParams,
+        RepetitionDetectionParams,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
 __all__ = [
     "ClientClosedError",
@@ -58,6 +77,7 @@ __all__ = [
     "DrainTimeout",
     "EEPNotification",
     "EmbeddedEngine",
+    "EmbedsPrompt",
     "EncodeError",
     "EngineAsleepError",
     "EngineClient",
@@ -71,15 +91,26 @@ __all__ = [
     "EngineUnresponsiveError",
     "FaultStatus",
     "FinishReason",
+    "FlatLogprobs",
     "InheritedEngine",
+    "KvHintAction",
+    "KvHintsEnvelope",
     "LoRARequest",
     "LocalProtocolError",
+    "Logprob",
+    "MultiModalFeatureSpec",
+    "MultiModalField",
+    "MultiModalFieldElem",
     "OutputKind",
     "OutputProcessingError",
     "OverloadedError",
+    "PlaceholderRange",
+    "PoolingOutput",
+    "PoolingParams",
     "ProtocolError",
     "RemoteEngine",
     "RemoteProtocolError",
+    "RepetitionDetectionParams",
     "RequestError",
     "RequestFailed",
     "RequestOutput",
@@ -90,6 +121,8 @@ __all__ = [
     "SamplingParams",
     "StartupTimeout",
     "Status",
+    "StructuredOutputsParams",
+    "Tensor",
     "UtilityError",
     "UtilityTimeout",
     "VLLMEngine",
@@ -101,6 +134,7 @@ _HOMES = {
     for module, names in {
         "_client.client": ("EngineClient",),
         "_client.core_client": ("EngineCoreClient",),
+        "_client.prompts": ("EmbedsPrompt",),
         "_client.request_stream": ("RequestStream",),
         "_client.settings": ("ClientState",),
         "_protocol": (
@@ -111,6 +145,13 @@ _HOMES = {
             "EngineCoreOutput",
             "EngineCoreOutputs",
             "EngineCoreRequest",
+            "KvHintAction",
+            "KvHintsEnvelope",
+            "MultiModalFeatureSpec",
+            "MultiModalField",
+            "MultiModalFieldElem",
+            "PlaceholderRange",
+            "Tensor",
         ),
         "config": (
             "CommandEngine",
@@ -122,9 +163,19 @@ _HOMES = {
         ),
         "outputs": (
             "FinishReason",
+            "FlatLogprobs",
+            "Logprob",
+            "PoolingOutput",
             "RequestOutput",
         ),
-        "params": ("LoRARequest", "OutputKind", "SamplingParams"),
+        "params": (
+            "LoRARequest",
+            "OutputKind",
+            "PoolingParams",
+            "RepetitionDetectionParams",
+            "SamplingParams",
+            "StructuredOutputsParams",
+        ),
         "_process.status": ("Status",),
     }.items()
     for name in names

@@ -72,11 +72,13 @@ class CommandEngine(msgspec.Struct, frozen=True, kw_only=True):
 
     It reads an :class:`EngineLaunch` line from its standard input as the embedded engine does, and may write status
     lines to its standard output. ``model_dir`` names the local directory with the tokenizer, when text prompts are
-    wanted.
+    wanted. ``args`` says what an engine does not tell of itself, by vLLM's names (``{"max_logprobs": 50,
+    "enable_prompt_embeds": True}``): vLLM's defaults are assumed otherwise. Nothing is handed to the program.
     """
 
     argv: tuple[str, ...]
     model_dir: str | None = None
+    args: Mapping[str, Any] = {}
 
     def __post_init__(self) -> None:
         argv: object = self.argv  # msgspec does not check what a constructor is given

@@ -145,8 +145,8 @@ _REPETITION_RULES: Final[dict[str, Rule]] = {
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to generate. Sequences are kept as tuples and mappings as copies: later changes by the caller have no effect.
 
-    Normalised: a temperature between 0 and 0.01 becomes 0.01 (0 itself is greedy), ``seed=-1`` becomes ``None``, one
-    stop string a tuple of one.
+    Normalised: a temperature between 0 and 0.01 becomes 0.01 (0 itself is greedy), ``seed=-1`` and
+    ``thinking_token_budget=-1`` become ``None``, one stop string a tuple of one.
 
     Raises:
         RequestRejected: a value of the wrong type, out of range, or in contradiction to another.
@@ -172,10 +172,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     """Alternatives for each generated token; -1: the whole vocabulary."""
     prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first."""
     logprob_token_ids: Sequence[int] | None = None
+    """Score these tokens at each position, instead of the likeliest ones."""
     prompt_logprob_start: int | None = None
-    prompt_logprob_token_ids: Sequence[Sequence[int]] | None = None  # [num_prompt_tokens, k]; -1 pads
+    """Where in the prompt the rows of ``prompt_logprob_token_ids`` begin."""
+    prompt_logprob_token_ids: Sequence[Sequence[int]] | None = None
+    """Which tokens to score at each scored position of the prompt: [num_prompt_tokens - 1 - start, k]; -1 pads."""
     flat_logprobs: bool = False
+    """vLLM's name for the columnar form, which is always given here (:class:`FlatLogprobs`)."""
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -198,8 +203,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         apply_rules(self, _SAMPLING_RULES)
         if 0 < self.temperature < _LOWEST_TEMPERATURE:
             msgspec.structs.force_setattr(self, "temperature", _LOWEST_TEMPERATURE)
-        if self.seed == -1:
-            msgspec.structs.force_setattr(self, "seed", None)
+        for name in ("seed", "thinking_token_budget"):
+            if getattr(self, name) == -1:
+                msgspec.structs.force_setattr(self, name, None)
         self._check_contradictions()
 
     @property
@@ -214,6 +220,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             reject("n", self.n, "asks for copies of one answer at temperature 0", "use n=1 or a temperature above 0")
         if self.stop and not self.detokenize:
             reject("stop", self.stop, "needs the text of the output", "use detokenize=True, or stop_token_ids")
+        self._check_log_probs()
+
+    def _check_log_probs(self) -> None:
+        if (ids := self.logprob_token_ids) is not None and self.logprobs not in (None, len(ids)):
+            reject("logprobs", self.logprobs, "contradicts logprob_token_ids", f"leave it out, or use {len(ids)}")
+        rows = self.prompt_logprob_token_ids
+        if rows is not None and not (rows and rows[0]):
+            reject("prompt_logprob_token_ids", rows, "asks for nothing", "give a row of ids for each scored position")
+        if rows is None and self.prompt_logprob_start is not None:
+            remedy = "give prompt_logprob_token_ids too, or leave it out"
+            reject("prompt_logprob_start", self.prompt_logprob_start, "has nothing to start", remedy)
 
 
 def _output_kind(name: str, value: Any) -> OutputKind:
@@ -262,7 +279,7 @@ _SAMPLING_RULES: Final[dict[str, Rule]] = {
     "min_tokens": integer(0),
     "logprobs": integer(-1, optional=True),
     "prompt_logprobs": integer(-1, optional=True),
-    "logprob_token_ids": integers(optional=True),
+    "logprob_token_ids": integers(optional=True, empty=False),
     "prompt_logprob_start": integer(0, optional=True),
     "prompt_logprob_token_ids": nested_integers(-1, 2**31 - 1),
     "flat_logprobs": flag(),

@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import signal
+import struct
 import sys
 import time
 from pathlib import Path
@@ -29,6 +30,8 @@ READY_RESPONSE = {
 
 class Peer:
     """One engine core, by hand."""
+
+    tasks: Any = ("generate",)
 
     def __init__(self) -> None:
         launch = json.loads(sys.stdin.readline())
@@ -64,8 +67,13 @@ class Peer:
         self.ready()
 
     def receive(self) -> tuple[bytes, Any]:
-        kind, payload, *_ = self.inputs.recv_multipart()
-        return kind, unpack(payload)
+        """The next message that a behaviour must see; what every client asks of every engine is answered here."""
+        while True:
+            kind, payload, *_ = self.inputs.recv_multipart()
+            message = unpack(payload)
+            if kind != b"\x03" or message[2] != "get_supported_tasks":
+                return kind, message
+            self.reply(message[1], self.tasks)
 
     def send_tokens(self, request_id: str, token_ids: list[int], finish_reason: int | None = None) -> None:
         output = [request_id, token_ids, None, None, None, finish_reason]
@@ -394,6 +402,96 @@ def model_at(peer: Peer, model_dir: str) -> None:
     print(json.dumps({"stage": "loading", "model_dir": model_dir}), flush=True)
     peer.start()
     signal.pause()
+
+
+def log_probs_of(tokens: list[int], columns: int = 6) -> list[Any]:
+    """LogprobsLists: row i says that token t was taken with -t/10, rank t, beside tokens 101, 102, ..."""
+    others = columns - 1
+    ids = [item for token in tokens for item in (token, *range(101, 101 + others))]
+    values = [item for token in tokens for item in (-token / 10, *(-float(rank) for rank in range(1, columns)))]
+    shape = [len(tokens), columns]
+    return [
+        ["<i4", shape, msgspec.msgpack.Ext(3, struct.pack(f"<{len(ids)}i", *ids))],
+        ["<f4", shape, msgspec.msgpack.Ext(3, struct.pack(f"<{len(values)}f", *values))],
+        ["<i8", [len(tokens)], msgspec.msgpack.Ext(3, struct.pack(f"<{len(tokens)}q", *tokens))],
+        None,
+    ]
+
+
+BROKEN_LOG_PROBS: dict[str, Any] = {  # in place of the two rows of the second output
+    "missing": None,
+    "a row too few": log_probs_of([6]),
+    "no matrix": [["<i4", [2], msgspec.msgpack.Ext(3, bytes(8))], *log_probs_of([6, 7])[1:]],
+    "ranks of others": [*log_probs_of([6, 7])[:2], *log_probs_of([6])[2:]],
+    "no numbers": [
+        log_probs_of([6, 7])[0],
+        ["float8_e5m2", [2, 6], msgspec.msgpack.Ext(3, bytes(12))],
+        *log_probs_of([6, 7])[2:],
+    ],
+}
+
+
+def scores(peer: Peer, what: str) -> None:
+    """Answers each request with tokens 5, 6, 7 and 8 in three outputs, with their log-probabilities, and those of a
+    prompt of four tokens in three pieces, two of them before any token. ``what`` is "good" or a way to be broken;
+    "together" sends all of it in one message."""
+    peer.start()
+    while True:
+        kind, payload = peer.receive()
+        if kind == b"\x03":
+            peer.reply(payload[1], "done")
+        if kind != b"\x00":
+            continue
+        name = payload[0]
+        rows = BROKEN_LOG_PROBS.get(what, log_probs_of([6, 7]))
+        outputs = [
+            [name, [], None, [*log_probs_of([11])[:3], None, None]],
+            [name, [], None, [*log_probs_of([12])[:3], None, None]],
+            [name, [5], log_probs_of([5]), [*log_probs_of([13])[:3], None, None]],
+            [name, [6, 7], rows],
+            [name, [8], log_probs_of([8]), None, None, 1],
+        ]
+        for batch in [outputs] if what == "together" else [[output] for output in outputs]:
+            peer.outputs.send(pack([0, batch, None, 0.0, None]))
+
+
+def pooler(peer: Peer) -> None:
+    """A pooling engine. Answers by the first token of the prompt: 1 a vector, 2 an error, 3 an end without a result, 4
+    nothing, 5 by dying, 6 an abort that nobody asked for. Answers calls with the ids that were aborted."""
+    peer.tasks = ["embed", "token_embed", "classify"]
+    peer.start()
+    aborted: list[str] = []
+    vector = ["float32", [3], msgspec.msgpack.Ext(3, struct.pack("<3f", 1.0, 2.0, 3.0))]
+    while True:
+        kind, payload = peer.receive()
+        if kind == b"\x01":
+            aborted += payload
+        elif kind == b"\x03":
+            peer.reply(payload[1], aborted)
+        elif payload[1][0] == 5:
+            os._exit(5)
+        elif payload[1][0] != 4:
+            result, reason = {1: (vector, 0), 2: (None, 3), 3: (None, 0), 6: (None, 2)}[payload[1][0]]
+            peer.outputs.send(pack([0, [[payload[0], [], None, None, result, reason]], None, 0.0, None]))
+
+
+def adapters(peer: Peer, path: str) -> None:
+    """``record``, but add_lora fails for what is in "/nowhere"."""
+    peer.start()
+    with Path(path).open("a", buffering=1) as log:
+        while True:
+            kind, payload = peer.receive()
+            print(
+                json.dumps([{b"\x00": "add", b"\x01": "abort", b"\x03": "utility"}[kind], payload]),
+                file=log,
+                flush=True,
+            )
+            if kind == b"\x03":
+                failed = payload[2] == "add_lora" and payload[3][0][2] == "/nowhere"
+                failure = "Call to add_lora method failed: no such file" if failed else None
+                peer.outputs.send(pack([0, [], None, 0.0, [payload[1], failure, None if failed else [None, True]]]))
+            elif kind == b"\x00":
+                peer.send_tokens(payload[0], [7], 1)
 
 
 BEHAVIOURS = {name: value for name, value in globals().copy().items() if inspect.isfunction(value)}

@@ -10,19 +10,24 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, suppress
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, Unpack
 
 from anyengine._process.status import Status
 from anyengine._text import Tokenizer
 from anyengine.config import EmbeddedEngine, EngineSettings
 from anyengine.exceptions import ClientClosedError, EngineDeadError, UtilityError
-from anyengine.params import SamplingParams
+from anyengine.outputs import PoolingOutput
+from anyengine.params import PoolingParams, SamplingParams
 
 from .core_client import EngineCoreClient
+from .engine_facts import EngineFacts
 from .liveness import PROBE
 from .operations import EngineOperations
+from .pooling import encode_once
+from .prompts import Prompt
 from .request_builder import RequestBuilder
 from .request_desk import RequestDesk
+from .request_fields import RequestFields, check_field_names
 from .request_stream import RequestStream
 from .settings import ClientState, Notification
 
@@ -110,8 +115,12 @@ class EngineClient(EngineOperations):
                 try:
                     session.tasks.start_soon(desk.feed_streams)
                     session.tasks.start_soon(session.own, desk.abort_dropped)
+                    registrations = list(self._core.registrations.values())
                     builder = await RequestBuilder.load(
-                        self._core.model_dir, self._core.registrations.values(), wire_id_prefix=secrets.token_hex(4)
+                        self._core.model_dir,
+                        registrations,
+                        wire_id_prefix=secrets.token_hex(4),
+                        facts=EngineFacts.of(self._core.engines, registrations),
                     )
                     desk.open(builder)
                     yield
@@ -136,26 +145,30 @@ class EngineClient(EngineOperations):
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        priority: int = 0,
+        **fields: Unpack[RequestFields],
     ) -> RequestStream:
-        """A request stream for ``prompt``: text, or token ids. Inert: nothing is checked or sent before it is used.
+        """A request stream for ``prompt``: text, token ids, or embeddings (:class:`EmbedsPrompt`, or an array
+        [num_prompt_tokens, hidden_size] by itself). Inert: nothing is checked or sent before it is used.
 
-        ``request_id`` is a label, echoed in every output; several live requests may share it. Lower ``priority`` runs
-        first.
+        ``request_id`` is a label, echoed in every output; several live requests may share it. What else a request
+        carries is given by vLLM's names: ``priority`` (lower runs first), ``lora_request``, ``cache_salt``,
+        ``trace_headers``, ``session_id``, ``mm_features``, ``reasoning_ended``, ``reasoning_parser_kwargs``,
+        ``kv_hints``.
         """
-        return RequestStream(self._entered_desk, prompt, sampling_params or SamplingParams(), request_id, priority)
+        check_field_names("generate", fields)
+        return RequestStream(self._entered_desk, prompt, sampling_params or SamplingParams(), request_id, fields)
 
     async def submit(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        priority: int = 0,
+        **fields: Unpack[RequestFields],
     ) -> RequestStream:
         """:meth:`generate`, and send the request before returning.
 
@@ -165,9 +178,38 @@ class EngineClient(EngineOperations):
 
         Cancellation: nothing is left in the engine.
         """
-        stream = self.generate(prompt, sampling_params, request_id=request_id, priority=priority)
+        stream = self.generate(prompt, sampling_params, request_id=request_id, **fields)
         await stream.start()
         return stream
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        *,
+        request_id: str | None = None,
+        **fields: Unpack[RequestFields],
+    ) -> PoolingOutput:
+        """What a pooling model makes of ``prompt``: an embedding, a class, a vector for each token.
+
+        ``pooling_params.task`` is one of :meth:`supported_tasks`; by default every token has a vector or a class, as in
+        vLLM. The other arguments are those of :meth:`generate`.
+
+        Raises:
+            RequestRejected: bad input, or a task that the engine does not have; nothing was sent.
+            RequestFailed: the engine ended it with an error, or it was aborted before it had a result.
+            OutputProcessingError: the result cannot be read.
+            EngineDeadError: the engine died, or the client is closed.
+
+        Cancellation: aborts the request.
+        """
+        check_field_names("encode", fields)
+        return await encode_once(self._entered_desk(), prompt, pooling_params or PoolingParams(), request_id, fields)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Unload an adapter; whether it was there. The next request that names it has it loaded again."""
+        self._entered_desk().forget_adapter(lora_id)
+        return await super().remove_lora(lora_id)
 
     async def abort(self, request_id: str | Iterable[str]) -> int:
         """Abort every live request with one of these labels; how many there were.

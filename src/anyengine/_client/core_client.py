@@ -269,6 +269,11 @@ class EngineCoreClient(EngineCalls):
         return ClientState.CREATED if self._session is None else self._session.state
 
     @property
+    def engines(self) -> tuple[EngineSettings, ...]:
+        """What was started, one for each rank; or what was joined."""
+        return self._settings.engines
+
+    @property
     def registrations(self) -> dict[int, EngineCoreReadyResponse | None]:
         """What each rank reported about itself when it became ready."""
         return dict(self.session.registrations)

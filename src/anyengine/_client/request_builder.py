@@ -9,22 +9,37 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, cast
 
 import anyio.to_thread
+import msgspec
 
-from anyengine._protocol import EngineLimits, check_prompt, check_token_ids, output_budget
-from anyengine._text import Detokenizer, ModelFacts, Tokenizer
-from anyengine._wire import EngineCoreReadyResponse, EngineCoreRequest, sampling_to_wire
+from anyengine._protocol import EngineLimits, check_prompt, output_budget
+from anyengine._text import Detokenizer, ModelFacts, Tokenizer, settle_structured_outputs, tokenize_bad_words
+from anyengine._wire import (
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    WirePoolingParams,
+    WireSamplingParams,
+    lora_to_wire,
+    pooling_to_wire,
+    sampling_to_wire,
+)
 from anyengine.exceptions import RequestRejected
-from anyengine.params import SamplingParams
+from anyengine.outputs import TokenDecoder
+from anyengine.params import PoolingParams, SamplingParams
 
-__all__ = ["RequestBuilder"]
+from .engine_facts import EngineFacts
+from .pooling_checks import POOLING_TASKS, settle_pooling
+from .prompts import Embeddings, Prompt, is_embeddings, take_embeddings
+from .request_fields import RequestFields, check_fields
+from .sampling_checks import check_sampling
+
+__all__ = ["RequestBuilder", "num_prompt_tokens"]
 
 _INLINE_TOKENIZE_CHARS = 16_384  # a few ms of a fast tokenizer; longer texts go to a worker thread
+_INLINE_COPY_BYTES = 1 << 20  # a few ms of looking through embeddings
 _NO_LIMIT_TOKENS = 1 << 31
-_NOT_YET = ("stop", "logprobs", "prompt_logprobs", "structured_outputs", "bad_words")
-"""Parameters whose client half does not exist yet: refused, never ignored."""
 
 
 class RequestBuilder:
@@ -32,24 +47,34 @@ class RequestBuilder:
 
     def __init__(
         self,
-        facts: ModelFacts | None,
+        model: ModelFacts | None,
         tokenizer: Tokenizer | None,
         trouble: RequestRejected | None,
         registrations: Iterable[EngineCoreReadyResponse | None],
         wire_id_prefix: str,
+        facts: EngineFacts | None = None,
     ) -> None:
+        self._model = model
         self._tokenizer = tokenizer
         self._trouble = trouble
         self._wire_id_prefix = wire_id_prefix
         self._count = 0
-        vocab_size = tokenizer.vocab_size if tokenizer else facts.vocab_size if facts else None
-        self._eos_token_ids = tokenizer.eos_token_ids if tokenizer else facts.eos_token_ids if facts else ()
+        vocab_size = tokenizer.vocab_size if tokenizer else model.vocab_size if model else None
+        self._eos_token_ids = tokenizer.eos_token_ids if tokenizer else model.eos_token_ids if model else ()
         lengths = [ready.max_model_len for ready in registrations if ready is not None]
         self.limits = EngineLimits(max_model_len=min(lengths, default=_NO_LIMIT_TOKENS), vocab_size=vocab_size)
+        self.facts: EngineFacts = facts or EngineFacts()
+        self.tasks: frozenset[str] | None = self.facts.tasks
+        """What the engine can do; ``None``: it does not say (yet)."""
+        self._backend: str | None = None
 
     @classmethod
     async def load(
-        cls, model_dir: str | None, registrations: Iterable[EngineCoreReadyResponse | None], wire_id_prefix: str
+        cls,
+        model_dir: str | None,
+        registrations: Iterable[EngineCoreReadyResponse | None],
+        wire_id_prefix: str,
+        facts: EngineFacts | None = None,
     ) -> Self:
         """Read the model's files in a worker thread.
 
@@ -61,9 +86,9 @@ class RequestBuilder:
         Cancellation: returns at once; a disk that hangs keeps only its worker thread.
         """
         if model_dir is None:
-            return cls(None, None, None, registrations, wire_id_prefix)
-        facts, tokenizer, trouble = await anyio.to_thread.run_sync(_read_model_dir, model_dir, abandon_on_cancel=True)
-        return cls(facts, tokenizer, trouble, registrations, wire_id_prefix)
+            return cls(None, None, None, registrations, wire_id_prefix, facts)
+        model, tokenizer, trouble = await anyio.to_thread.run_sync(_read_model_dir, model_dir, abandon_on_cancel=True)
+        return cls(model, tokenizer, trouble, registrations, wire_id_prefix, facts)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -82,23 +107,36 @@ class RequestBuilder:
             remedy="give token ids; or describe the engine with a model_dir",
         )
 
-    async def encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
-        """The prompt as token ids, unchecked; long texts are tokenized in a worker thread.
+    @property
+    def token_texts(self) -> TokenDecoder | None:
+        """What tells the texts of single tokens; ``None`` without a tokenizer."""
+        return None if self._tokenizer is None else self._tokenizer.token_texts
+
+    async def encode(self, prompt: Prompt) -> Sequence[int] | Embeddings:
+        """The prompt as token ids, unchecked, or as embeddings; long ones are worked on in a worker thread.
 
         Raises:
-            RequestRejected: text was given and cannot be tokenized.
+            RequestRejected: text was given and cannot be tokenized, or what was given are no embeddings.
 
         Cancellation: returns at once; a worker thread's result is discarded.
         """
+        if is_embeddings(prompt):
+            if getattr(getattr(prompt, "prompt_embeds", prompt), "nbytes", 0) <= _INLINE_COPY_BYTES:
+                return take_embeddings(prompt)
+            return await anyio.to_thread.run_sync(take_embeddings, prompt, abandon_on_cancel=True)
         if not isinstance(prompt, str):
-            return prompt
+            return cast("Sequence[int]", prompt)  # checked when the request is built
         tokenizer = self.tokenizer
         if len(prompt) <= _INLINE_TOKENIZE_CHARS:
             return tokenizer.encode(prompt)
         return await anyio.to_thread.run_sync(tokenizer.encode, prompt, abandon_on_cancel=True)
 
     def build(
-        self, prompt: Sequence[int], params: SamplingParams, label: str | None, priority: int
+        self,
+        prompt: Sequence[int] | Embeddings,
+        params: SamplingParams | PoolingParams,
+        label: str | None,
+        fields: RequestFields,
     ) -> tuple[EngineCoreRequest, Detokenizer | None]:
         """Check everything that can be checked, and make the request. Its wire id is unique whatever the label is.
 
@@ -108,29 +146,137 @@ class RequestBuilder:
         self._count += 1
         label = f"request-{self._count}" if label is None else label
         _check_label(label)
-        limits = self.limits
-        prompt_ids = check_prompt(prompt, limits, request_id=label)
-        check_token_ids(params.stop_token_ids or (), limits.vocab_size, parameter="stop_token_ids", request_id=label)
-        _refuse_unfinished(params, label)
-        eos_ids = self._eos_token_ids
         request = EngineCoreRequest(
             request_id=f"{label}-{self._wire_id_prefix}{self._count:x}",
-            prompt_token_ids=prompt_ids,
-            sampling_params=sampling_to_wire(
-                params,
-                eos_token_id=eos_ids[0] if eos_ids else None,
-                extra_stop_token_ids=eos_ids[1:],
-                max_tokens=output_budget(
-                    len(prompt_ids), params.max_tokens, params.min_tokens, limits, request_id=label
-                ),
-            ),
+            prompt_token_ids=None,
             arrival_time=time.time(),
-            priority=priority,
             external_req_id=label,
         )
+        self._put_prompt(request, prompt, generates=isinstance(params, SamplingParams))
+        try:
+            self._put_fields(request, fields)
+            if isinstance(params, PoolingParams):
+                request.pooling_params = self._pooling(params, label)
+                return request, None
+            request.sampling_params = self._sampling(params, request)
+        except RequestRejected as refusal:
+            refusal.request_id = label
+            raise
         if not params.detokenize or self._tokenizer is None:
             return request, None
+        prompt_ids = request.prompt_token_ids or ()
         return request, self._tokenizer.detokenizer(prompt_ids, skip_special_tokens=params.skip_special_tokens)
+
+    def note_sent(self, request: EngineCoreRequest) -> None:
+        """``request`` is on its way: what it settles for the engine's life is settled."""
+        sampling = request.sampling_params
+        if sampling is not None and sampling.structured_outputs is not None and self._backend is None:
+            self._backend = sampling.structured_outputs.backend
+
+    # ----------------------------------------------------------------- the parts
+
+    def _put_prompt(self, request: EngineCoreRequest, prompt: Sequence[int] | Embeddings, *, generates: bool) -> None:
+        label = request.external_req_id
+        assert label is not None
+        if not isinstance(prompt, Embeddings):
+            request.prompt_token_ids = check_prompt(prompt, self.limits, generates=generates, request_id=label)
+            return
+        request.prompt_token_ids, request.prompt_is_token_ids = prompt.check(
+            self.limits,
+            enabled=self.facts.prompt_embeds,
+            hidden_size=self._model.hidden_size if self._model else None,
+            generates=generates,
+            label=label,
+        )
+        request.prompt_embeds = prompt.tensor
+
+    def _put_fields(self, request: EngineCoreRequest, fields: RequestFields) -> None:
+        if not fields:
+            return
+        checked: dict[str, Any] = check_fields(
+            fields, self.facts, multimodal=self._model.multimodal if self._model else None
+        )
+        if (adapter := checked.pop("lora_request", None)) is not None:
+            request.lora_request = lora_to_wire(adapter)
+            request.lora_request.load_inplace = False  # done, once, before; vLLM would load it again in every step
+        for name, value in checked.items():
+            setattr(request, name, value)
+        for feature in request.mm_features or ():
+            position = feature.mm_position
+            if (
+                position.offset < 0
+                or position.length < 1
+                or position.offset + position.length > num_prompt_tokens(request)
+            ):
+                raise RequestRejected(
+                    f"mm_features: {feature.identifier!r:.80} stands at {position.offset}, {position.length} tokens "
+                    f"long: outside the prompt of {num_prompt_tokens(request)} tokens",
+                    parameter="mm_features",
+                    value=position,
+                    remedy="give each feature the range of its placeholder tokens",
+                )
+
+    def _pooling(self, params: PoolingParams, label: str) -> WirePoolingParams:
+        return pooling_to_wire(settle_pooling(params, self.facts, self.tasks, self._model, label))
+
+    def _sampling(self, params: SamplingParams, request: EngineCoreRequest) -> WireSamplingParams:
+        label, facts, limits = request.external_req_id, self.facts, self.limits
+        assert label is not None
+        if self.tasks is not None and self.tasks and self.tasks.issubset(POOLING_TASKS):
+            raise RequestRejected(
+                f"the engine serves a model that does not generate; it can do {', '.join(sorted(self.tasks))}",
+                parameter="sampling_params",
+                value=params,
+                remedy="use encode()",
+            )
+        num_tokens, embeds = num_prompt_tokens(request), request.prompt_embeds is not None
+        check_sampling(params, facts, limits, num_prompt_tokens=num_tokens, embeds=embeds, label=label)
+        bad_words_token_ids = tokenize_bad_words(self.tokenizer, params.bad_words) if params.bad_words else ()
+        params, backend = self._constrained(params)
+        if params.trace_decode_token_ids:
+            params = _replayed(params, limits.max_model_len - num_tokens)
+        eos_ids = () if params.trace_decode_token_ids else self._eos_token_ids
+        return sampling_to_wire(
+            params,
+            eos_token_id=eos_ids[0] if eos_ids else None,
+            extra_stop_token_ids=eos_ids[1:],
+            max_tokens=output_budget(num_tokens, params.max_tokens, params.min_tokens, limits, request_id=label),
+            bad_words_token_ids=bad_words_token_ids,
+            structured_outputs_backend=backend,
+        )
+
+    def _constrained(self, params: SamplingParams) -> tuple[SamplingParams, str]:
+        if params.structured_outputs is None:
+            return params, ""
+        if not self.facts.tokenizer:
+            raise RequestRejected(
+                "structured_outputs: the engine has no tokenizer, which it takes to enforce them",
+                parameter="structured_outputs",
+                value=params.structured_outputs,
+                remedy="start the engine without skip_tokenizer_init",
+            )
+        settled, backend = settle_structured_outputs(
+            params.structured_outputs, self.facts.structured_outputs_backend, self._backend
+        )
+        if settled is not params.structured_outputs:
+            params = msgspec.structs.replace(params, structured_outputs=settled)
+        return params, backend
+
+
+def num_prompt_tokens(request: EngineCoreRequest) -> int:
+    """The length of the request's prompt, whatever it is made of."""
+    if request.prompt_embeds is not None:
+        return request.prompt_embeds.shape[0]
+    return len(request.prompt_token_ids or ())
+
+
+def _replayed(params: SamplingParams, room_tokens: int) -> SamplingParams:
+    """A replay ends with its tokens and with nothing else (vLLM: ``_normalize_trace_replay_params``)."""
+    trace = tuple(params.trace_decode_token_ids or ())[: max(room_tokens, 1)]
+    max_tokens = len(trace) if params.max_tokens is None else min(len(trace), params.max_tokens)
+    return msgspec.structs.replace(
+        params, trace_decode_token_ids=trace, max_tokens=max_tokens, min_tokens=0, ignore_eos=True, stop_token_ids=()
+    )
 
 
 def _read_model_dir(model_dir: str) -> tuple[ModelFacts, Tokenizer | None, RequestRejected | None]:
@@ -170,18 +316,4 @@ def _check_label(label: object) -> None:
             parameter="request_id",
             value=label,
             remedy="give a str, or None for one of our own",
-        )
-
-
-def _refuse_unfinished(params: SamplingParams, label: str) -> None:
-    named = {name: getattr(params, name) for name in _NOT_YET if getattr(params, name) not in (None, ())}
-    if params.n > 1:
-        named["n"] = params.n
-    for name, value in named.items():
-        raise RequestRejected(
-            f"{name}={value!r} is not supported by this release of the client",
-            parameter=name,
-            value=value,
-            remedy="leave it out" + (" (stop_token_ids works)" if name == "stop" else ""),
-            request_id=label,
         )

@@ -16,13 +16,25 @@ import anyio
 from anyengine._protocol import UtilityReply
 from anyengine._text import Detokenizer
 from anyengine._wire import OutputBatch
-from anyengine.exceptions import ClientClosedError, ClientFailedError, EngineDeadError, OutputProcessingError
-from anyengine.params import SamplingParams
+from anyengine.exceptions import (
+    ClientClosedError,
+    ClientFailedError,
+    EncodeError,
+    EngineDeadError,
+    OutputProcessingError,
+    RequestRejected,
+)
+from anyengine.outputs import TokenDecoder
+from anyengine.params import PoolingParams, SamplingParams
 
 from .core_client import EngineCoreClient
 from .dropped import DroppedRequests
-from .request_builder import RequestBuilder
-from .request_state import RequestState
+from .prompts import Embeddings, Prompt
+from .readiness import EngineReadiness
+from .request_builder import RequestBuilder, num_prompt_tokens
+from .request_fields import RequestFields
+from .request_state import PooledRequestState, RequestState
+from .scores import ScoredRequestState, wants_scores
 from .session import RankDeath, SessionItem
 from .wakeup import make_parker
 
@@ -39,6 +51,7 @@ class RequestDesk:
         self._core = core
         self._session = core.session
         self._builder: RequestBuilder | None = None
+        self._readiness = EngineReadiness(core)
         self.dropped: DroppedRequests = DroppedRequests()
 
     def open(self, builder: RequestBuilder) -> None:
@@ -58,15 +71,39 @@ class RequestDesk:
 
     # ------------------------------------------------------------- used by streams
 
-    async def encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
-        """The prompt as token ids (see :meth:`RequestBuilder.encode`), once there is room to send it."""
+    async def prepare(
+        self, prompt: Prompt, params: SamplingParams | PoolingParams, label: str | None, fields: RequestFields
+    ) -> Sequence[int] | Embeddings:
+        """The prompt as it is sent; and everything that must be known of the engine, or loaded by it, before.
+
+        Raises:
+            RequestRejected: bad input, or an adapter that the engine cannot load; no request was sent.
+            EngineDeadError: the engine died, or the client is closed.
+
+        Cancellation: returns at once.
+        """
         self._core.usable_session()
-        prompt_ids = await self.builder.encode(prompt)
+        builder = self.builder
+        if builder.tasks is None:
+            await self._readiness.learn_tasks(builder)
+        prepared = await builder.encode(prompt)
+        adapter = fields.get("lora_request")
+        if adapter is not None and not self._readiness.has_loaded(adapter):
+            builder.build(prepared, params, label, fields)  # all else is checked before anything is sent
+            await self._readiness.load(adapter, builder.facts.max_loras)
         await self._core.wait_room()  # behind it there is no other await before the request is sent
-        return prompt_ids
+        return prepared
+
+    def forget_adapter(self, lora_id: int) -> None:
+        """The engine is told to unload it."""
+        self._readiness.forget(lora_id)
 
     def send(
-        self, prompt_ids: Sequence[int], params: SamplingParams, label: str | None, priority: int
+        self,
+        prompt: Sequence[int] | Embeddings,
+        params: SamplingParams | PoolingParams,
+        label: str | None,
+        fields: RequestFields,
     ) -> tuple[RequestState, Detokenizer | None, int]:
         """Check, register and send one request. Synchronous: it is owned when this returns.
 
@@ -74,11 +111,26 @@ class RequestDesk:
             RequestRejected: bad input; nothing was sent.
             EngineDeadError: the engine died, or the client is closed.
         """
-        request, detokenizer = self.builder.build(prompt_ids, params, label, priority)
-        assert request.external_req_id is not None and request.prompt_token_ids is not None
-        state = RequestState(request.request_id, request.external_req_id, make_parker())
-        state.rank = self._core.add(request, state)
-        return state, detokenizer, len(request.prompt_token_ids)
+        request, detokenizer = self.builder.build(prompt, params, label, fields)
+        assert request.external_req_id is not None
+        length = num_prompt_tokens(request)
+        state = _make_state(request.request_id, request.external_req_id, params, length)
+        try:
+            state.rank = self._core.add(request, state)
+        except EncodeError as exc:
+            raise RequestRejected(
+                f"the request cannot be sent: {exc}",
+                parameter=exc.field,
+                value=exc.type_name,
+                remedy="leave it out, or use an engine of a newer release",
+                request_id=state.label,
+            ) from exc
+        self.builder.note_sent(request)
+        return state, detokenizer, length
+
+    def token_texts(self) -> TokenDecoder | None:
+        """What tells the texts of single tokens, if the model has a tokenizer."""
+        return self.builder.token_texts
 
     def abort(self, states: Sequence[RequestState]) -> None:
         """Abort requests in the engine and give their consumers the final item. Synchronous."""
@@ -145,7 +197,10 @@ class RequestDesk:
         if isinstance(item, OutputBatch):
             for entry, exc in connection.requests.dispatch(item.outputs):
                 self._core.abort([entry.request_id])
-                error = OutputProcessingError(f"cannot take an output of request {entry.request_id!r}: {exc!r}")
+                assert isinstance(entry.consumer, RequestState)
+                error = OutputProcessingError(
+                    f"cannot take an output of request {entry.request_id!r}: {exc!r}", request_id=entry.consumer.label
+                )
                 error.__cause__ = exc
                 entry.consumer.fail(error)
         elif isinstance(item, EngineDeadError):
@@ -168,3 +223,14 @@ class RequestDesk:
         session.connection.requests.fail_all(cause)
         session.connection.utilities.fail_all(cause)
         session.told_everyone()
+
+
+def _make_state(
+    wire_id: str, label: str, params: SamplingParams | PoolingParams, num_prompt_tokens: int
+) -> RequestState:
+    """Where the outputs of a request with ``params`` go: the plain one, unless it asks for more than tokens."""
+    if isinstance(params, PoolingParams):
+        return PooledRequestState(wire_id, label, make_parker())
+    if wants_scores(params):
+        return ScoredRequestState(wire_id, label, make_parker(), params, num_prompt_tokens)
+    return RequestState(wire_id, label, make_parker())

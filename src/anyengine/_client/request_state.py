@@ -6,12 +6,12 @@ emptied by the stream; knows neither text nor sockets. The consumer's park and w
 
 from __future__ import annotations
 
-from anyengine._wire import EngineCoreOutput, finish_reason_name
+from anyengine._wire import EngineCoreOutput, Tensor, finish_reason_name
 from anyengine.exceptions import EngineError, RequestFailed
 
 from .wakeup import Parker
 
-__all__ = ["RequestState"]
+__all__ = ["PooledRequestState", "RequestState"]
 
 _ABORT = "abort"
 _ERROR = "error"
@@ -104,3 +104,25 @@ class RequestState:
         else:
             self.finish_reason = reason
             self.stop_reason = output.stop_reason
+
+
+class PooledRequestState(RequestState):
+    """Where the result of a pooling request arrives."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, wire_id: str, label: str, parker: Parker) -> None:
+        super().__init__(wire_id, label, parker)
+        self.data: Tensor | None = None
+
+    def push(self, output: EngineCoreOutput) -> None:
+        """Take one output from the engine.
+
+        Raises:
+            ValueError: it is a normal end without a result.
+        """
+        if output.pooling_output is not None:
+            self.data = output.pooling_output
+        elif output.finish_reason is not None and finish_reason_name(output.finish_reason) not in (_ABORT, _ERROR):
+            raise ValueError("the engine ended a pooling request without a result")
+        super().push(output)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import anyio
 
@@ -18,13 +18,18 @@ from anyengine.exceptions import EngineError, OutputProcessingError, RequestErro
 from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind, SamplingParams
 
+from .prompts import Embeddings, Prompt
 from .request_desk import RequestDesk
+from .request_fields import RequestFields
 from .request_state import RequestState
+from .scores import ScoredRequestState, Scores
 
 if TYPE_CHECKING:
     from anyengine._text import Detokenizer
 
 __all__ = ["RequestStream"]
+
+_NO_SCORES: Final[dict[str, Any]] = {}
 
 ErrorT = TypeVar("ErrorT", bound=EngineError)
 
@@ -41,19 +46,20 @@ class RequestStream:
     def __init__(
         self,
         desk: Callable[[], RequestDesk],
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams,
         request_id: str | None,
-        priority: int,
+        fields: RequestFields,
     ) -> None:
         self._find_desk = desk
         self._desk: RequestDesk | None = None  # of the session that the request was sent in
         self._prompt = prompt
         self._params = params
-        self._priority = priority
+        self._fields = fields
         self._label = request_id
         self._state: RequestState | None = None
         self._detokenizer: Detokenizer | None = None
+        self._scores: Scores | None = None
         self._num_prompt_tokens = 0
         self._token_ids: list[int] = []
         self._text: list[str] = []
@@ -98,18 +104,20 @@ class RequestStream:
 
         Cancellation: nothing is left in the engine.
         """
-        prompt_ids: Sequence[int] = ()
+        prepared: Sequence[int] | Embeddings = ()
         desk = self._find_desk()
         if self._state is None and not self._over:
-            prompt_ids = await desk.encode(self._prompt)
+            prepared = await desk.prepare(self._prompt, self._params, self._label, self._fields)
         if self._state is None:  # looked at again, both: another task may have sent or closed it meanwhile
             if self._over:
                 raise anyio.ClosedResourceError
-            accepted = desk.send(prompt_ids, self._params, self._label, self._priority)
+            accepted = desk.send(prepared, self._params, self._label, self._fields)
             self._state, self._detokenizer, self._num_prompt_tokens = accepted
             self._desk = desk
             self._label = self._state.label
-            self._prompt = ()  # sent: not ours to keep
+            if isinstance(self._state, ScoredRequestState):
+                self._scores = Scores(self._params, desk.token_texts() if self._params.detokenize else None)
+            self._prompt, self._fields = (), {}  # sent: not ours to keep
         return self._state
 
     async def __aexit__(
@@ -208,6 +216,8 @@ class RequestStream:
         ids, state.token_ids = state.token_ids or [], None
         if state.error is not None and (not ids or self._params.output_kind is OutputKind.FINAL_ONLY):
             self._token_ids += ids
+            if self._scores is not None:
+                self._take_scores(self._scores, state)
             self._over, self._error = True, self._with_partial(state.error)
             raise self._error.for_waiter()
         finished = state.finish_reason is not None
@@ -216,12 +226,20 @@ class RequestStream:
         except Exception as exc:
             raise self._fail_processing(state, exc) from exc
         self._token_ids += ids
+        if self._scores is not None:
+            self._take_scores(self._scores, state)
         if text:
             self._text.append(text)
         self._over = finished
         if self._params.output_kind is not OutputKind.DELTA:
             text, ids = "".join(self._text), self._token_ids.copy()
-        return self._output(text, ids, state)
+        return self._output(text, ids, state, everything=self._params.output_kind is not OutputKind.DELTA)
+
+    @staticmethod
+    def _take_scores(scores: Scores, state: RequestState) -> None:
+        """Together with the tokens, always: a row for each."""
+        assert isinstance(state, ScoredRequestState)
+        scores.take(state)
 
     def _detokenize(self, ids: list[int], state: RequestState, *, finished: bool) -> str:
         detokenizer = self._detokenizer
@@ -233,7 +251,8 @@ class RequestStream:
             ids = ids[:-1]  # the token that ended it is among the ids, but no part of the text (as in vLLM)
         return detokenizer.push(ids) + detokenizer.finish()
 
-    def _output(self, text: str, ids: list[int], state: RequestState) -> RequestOutput:
+    def _output(self, text: str, ids: list[int], state: RequestState, *, everything: bool) -> RequestOutput:
+        scores = _NO_SCORES if self._scores is None else self._scores.fields(everything=everything)
         return RequestOutput(
             request_id=state.label,
             text=text,
@@ -243,6 +262,7 @@ class RequestStream:
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=len(self._token_ids),
             num_cached_tokens=state.num_cached_tokens,
+            **scores,
         )
 
     def _fail_processing(self, state: RequestState, exc: Exception) -> OutputProcessingError:
@@ -257,5 +277,6 @@ class RequestStream:
 
     def _with_partial(self, error: ErrorT) -> ErrorT:
         if isinstance(error, RequestError) and self._state is not None:
-            error.partial = self._output("".join(self._text), self._token_ids.copy(), self._state)
+            text, ids = "".join(self._text), self._token_ids.copy()
+            error.partial = self._output(text, ids, self._state, everything=True)
         return error

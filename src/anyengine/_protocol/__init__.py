@@ -1,6 +1,6 @@
 """Sans-I/O protocol: handshake, connection, registries, admission. No socket, clock or randomness in here."""
 
-from .admission import EngineLimits, check_prompt, check_token_ids, output_budget
+from .admission import EngineLimits, check_prompt, check_prompt_length, check_token_ids, output_budget
 from .connection import Connection, Frames
 from .events import DeadSentinel, EEPNotification, Event, FaultStatus, MalformedMessage, UtilityReply
 from .handshake import EngineHandshake, FrontendHandshake, HandshakeStage
@@ -26,6 +26,7 @@ __all__ = [
     "UtilityRegistry",
     "UtilityReply",
     "check_prompt",
+    "check_prompt_length",
     "check_token_ids",
     "output_budget",
 ]

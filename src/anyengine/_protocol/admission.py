@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from anyengine.exceptions import RequestRejected
 
-__all__ = ["EngineLimits", "check_prompt", "check_token_ids", "output_budget"]
+__all__ = ["EngineLimits", "check_prompt", "check_prompt_length", "check_token_ids", "output_budget"]
 
 _NO_SEQUENCE = (str, bytes, bytearray, memoryview, Mapping, AbstractSet)  # iterable, but not as token ids in an order
 
@@ -26,12 +26,13 @@ class EngineLimits:
     vocab_size: int | None = None
 
 
-def check_prompt(prompt_token_ids: object, limits: EngineLimits, *, request_id: str | None = None) -> list[int]:
-    """A private copy of the prompt, as a list of ints.
+def check_prompt(
+    prompt_token_ids: object, limits: EngineLimits, *, generates: bool = True, request_id: str | None = None
+) -> list[int]:
+    """A private copy of the prompt, as a list of ints. ``generates``: room for an output token is needed.
 
     Raises:
-        RequestRejected: it is empty, not a sequence of integers, has an id outside the vocabulary, or leaves no room
-        for an output token.
+        RequestRejected: it is empty, not a sequence of integers, has an id outside the vocabulary, or is too long.
     """
     try:
         if isinstance(prompt_token_ids, _NO_SEQUENCE):
@@ -45,26 +46,37 @@ def check_prompt(prompt_token_ids: object, limits: EngineLimits, *, request_id: 
             remedy="give a str, or a sequence of ints",
             request_id=request_id,
         ) from None
-    if not ids:
+    check_prompt_length(len(ids), limits, generates=generates, request_id=request_id)
+    check_token_ids(ids, limits.vocab_size, parameter="prompt", request_id=request_id)
+    return ids
+
+
+def check_prompt_length(
+    num_tokens: int, limits: EngineLimits, *, generates: bool = True, request_id: str | None = None
+) -> None:
+    """Check the length of a prompt.
+
+    Raises:
+        RequestRejected: it is empty, too long, or leaves no room for an output token that ``generates`` calls for.
+    """
+    if not num_tokens:
         raise RequestRejected(
             "the prompt is empty: an engine needs at least one token to continue from",
             parameter="prompt",
-            value=ids,
+            value=[],
             remedy="give at least one token (for an unconditional sample: the model's bos token)",
             request_id=request_id,
         )
-    check_token_ids(ids, limits.vocab_size, parameter="prompt", request_id=request_id)
-    if len(ids) >= limits.max_model_len:
+    longest = limits.max_model_len - generates
+    if num_tokens > longest:
+        room = ", prompt and output together, so at least one token of room is needed" if generates else ""
         raise RequestRejected(
-            f"the prompt has {len(ids)} tokens; the engine's max_model_len is {limits.max_model_len}, "
-            "prompt and output together, so at least one token of room is needed",
+            f"the prompt has {num_tokens} tokens; the engine's max_model_len is {limits.max_model_len}{room}",
             parameter="prompt",
-            value=len(ids),
-            remedy=f"shorten it to at most {limits.max_model_len - 1} tokens, "
-            "or start the engine with a larger max_model_len",
+            value=num_tokens,
+            remedy=f"shorten it to at most {longest} tokens, or start the engine with a larger max_model_len",
             request_id=request_id,
         )
-    return ids
 
 
 def check_token_ids(

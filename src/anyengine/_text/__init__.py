@@ -6,8 +6,10 @@ loaded by the first call that needs it.
 
 from __future__ import annotations
 
+from anyengine._text.bad_words import tokenize_bad_words
 from anyengine._text.detokenizer import Detokenizer
 from anyengine._text.model_facts import ModelFacts
+from anyengine._text.structured_outputs import settle_structured_outputs
 from anyengine._text.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer", "ModelFacts", "Tokenizer"]
+__all__ = ["Detokenizer", "ModelFacts", "Tokenizer", "settle_structured_outputs", "tokenize_bad_words"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,19 @@ _MAX_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_leng
 """The names that architectures give to the longest sequence they were made for, most usual first."""
 
 
+_HIDDEN_SIZE_KEYS = ("hidden_size", "n_embd", "d_model")
+_MULTIMODAL_KEY = re.compile("vision|visual|image|video|audio|speech|multimodal|thinker")
+"""``"vision_config"``, ``"image_token_id"``, ...: what no model of text alone has in its configuration."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """The facts of one model directory; ``None`` or empty where no file says anything.
 
-    ``vocab_size`` is in rows of the embedding, ``max_model_len`` in tokens. ``special_tokens`` maps names such as
-    ``"bos_token"`` to their text (``"additional_special_tokens"`` to a list of texts).
+    ``vocab_size`` is in rows of the embedding, ``hidden_size`` in columns, ``max_model_len`` in tokens.
+    ``special_tokens`` maps names such as ``"bos_token"`` to their text (``"additional_special_tokens"`` to a list of
+    texts). ``embedding_sizes`` are those that a Matryoshka embedding may be cut to: empty if it may not, ``None`` if
+    to any. ``multimodal`` says whether the model takes more than text.
     """
 
     directory: str
@@ -35,6 +43,9 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...] = ()
     max_model_len: int | None = None
     chat_template: str | None = None
+    hidden_size: int | None = None
+    embedding_sizes: tuple[int, ...] | None = ()
+    multimodal: bool = False
     special_tokens: Mapping[str, str | list[str]] = field(default_factory=dict)
 
     @classmethod
@@ -54,6 +65,7 @@ class ModelFacts:
                 remedy="give the directory that holds config.json and tokenizer.json",
             )
         config = _read_json(directory / "config.json")
+        multimodal = any(_MULTIMODAL_KEY.search(key) for key in config)
         # A multimodal checkpoint keeps the facts of its language model one level down.
         text_config = config.get("text_config")
         if isinstance(text_config, dict):
@@ -67,6 +79,9 @@ class ModelFacts:
             eos_token_ids=_token_ids(generation_config.get("eos_token_id")) or _token_ids(config.get("eos_token_id")),
             max_model_len=next((n for key in _MAX_LENGTH_KEYS if (n := _positive_int(config.get(key)))), None),
             chat_template=_chat_template(directory, tokenizer_config),
+            hidden_size=next((n for key in _HIDDEN_SIZE_KEYS if (n := _positive_int(config.get(key)))), None),
+            embedding_sizes=_embedding_sizes(config),
+            multimodal=multimodal,
             special_tokens=_special_tokens({**special_tokens_map, **tokenizer_config}),
         )
 
@@ -103,6 +118,13 @@ def _token_ids(value: object) -> tuple[int, ...]:
     return tuple(
         dict.fromkeys(v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 1 << 32)
     )
+
+
+def _embedding_sizes(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    sizes = config.get("matryoshka_dimensions")
+    if isinstance(sizes, list) and sizes:
+        return tuple(size for size in sizes if isinstance(size, int))
+    return None if config.get("is_matryoshka") is True else ()
 
 
 def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> str | None:

@@ -7,6 +7,7 @@ Blocking and free of I/O once loaded.
 from __future__ import annotations
 
 import json
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from anyengine._text.chat_template import render_chat_template
 from anyengine._text.detokenizer import ByteLevelDetokenizer, BytePieces, TokenKinds, WindowDetokenizer
 from anyengine._text.model_facts import ModelFacts
 from anyengine._text.panics import calling_rust
+from anyengine._text.token_texts import TokenTexts
 from anyengine.exceptions import RequestRejected
 
 if TYPE_CHECKING:
@@ -110,6 +112,11 @@ class Tokenizer:
         known = [token_id for token_id in token_ids if 0 <= token_id < 1 << 32]
         text: str = calling_rust(self._backend.decode, known, skip_special_tokens=skip_special_tokens)
         return text
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """The texts of single tokens, special ones included."""
+        return TokenTexts(self._backend, partial(self.decode, skip_special_tokens=False))
 
     def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
         """A detokenizer for one output that follows ``prompt_token_ids``."""

@@ -73,7 +73,8 @@ def sampling_to_wire(
     wire.all_stop_token_ids = {*params.stop_token_ids, *further, *(() if eos_token_id is None else (eos_token_id,))}
     if not params.ignore_eos:
         wire.eos_token_id = eos_token_id
-    if params.prompt_logprobs is not None and params.skip_reading_prefix_cache is None:
+    scores_prompt = params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
+    if scores_prompt and params.skip_reading_prefix_cache is None:
         wire.skip_reading_prefix_cache = True  # cached prompt tokens would have no log-probabilities
     if bad_words_token_ids:
         wire.bad_words_token_ids = [list(word) for word in bad_words_token_ids]

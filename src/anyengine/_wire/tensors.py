@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 import re
+import struct
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -47,6 +49,16 @@ _TORCH_ITEM_BYTES: Final = {
     "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
 }  # fmt: skip
 _NUMPY_DTYPE: Final = re.compile(r"[<>=|][biufc](\d{1,2})")
+_TORCH_NAMES: Final = {
+    "b1": "bool", "u1": "uint8", "i1": "int8", "u2": "uint16", "i2": "int16", "u4": "uint32", "i4": "int32",
+    "u8": "uint64", "i8": "int64", "f2": "float16", "f4": "float32", "f8": "float64", "c8": "complex64",
+    "c16": "complex128",
+}  # fmt: skip
+_BIG_ENDIAN: Final = array("H", [1]).tobytes() == b"\0\1"  # this machine
+_ARRAY_CODES: Final = {
+    "uint8": "B", "int8": "b", "uint16": "H", "int16": "h", "uint32": "I", "int32": "i", "uint64": "Q", "int64": "q",
+    "float32": "f", "float64": "d",
+}  # fmt: skip
 
 
 def _item_bytes(dtype: str) -> int | None:
@@ -107,6 +119,47 @@ class Tensor:
             return wide.view("<f4").reshape(self.shape)
         return np.frombuffer(self.data, dtype=self._numpy_dtype(np)).reshape(self.shape)
 
+    def torch_spelled(self) -> Tensor:
+        """The same tensor with torch's name for its dtype: the only one that vLLM reads where it wants a torch tensor.
+
+        Raises:
+            EncodeError: torch has no such dtype, or the bytes are big-endian.
+        """
+        if self.dtype in _TORCH_ITEM_BYTES:
+            return self
+        name = _TORCH_NAMES.get(self.dtype[1:])
+        if name is None or self.dtype[0] == ">" or (self.dtype[0] == "=" and _BIG_ENDIAN):
+            raise EncodeError(f"torch has no dtype {self.dtype!r}", type_name=self.dtype)
+        return Tensor(name, self.shape, self.data)
+
+    def values(self) -> Sequence[Any]:
+        """The values as Python numbers in one row, without numpy.
+
+        Raises:
+            TypeError: a dtype without such values here (8-bit floats, complex numbers, unknown ones).
+        """
+        name = self.torch_spelled().dtype if _NUMPY_DTYPE.fullmatch(self.dtype) else self.dtype
+        if name == "bool":
+            return [byte != 0 for byte in bytes(self.data)]
+        if name == "float16":
+            return struct.unpack(f"<{math.prod(self.shape)}e", self.data)
+        if name == "bfloat16":  # the upper half of a float32
+            floats = array("f")
+            floats.frombytes(array("I", [half << 16 for half in _from_little_endian("H", self.data)]).tobytes())
+            return floats
+        if (code := _ARRAY_CODES.get(name)) is None:
+            raise TypeError(f"no Python numbers for a tensor of dtype {self.dtype!r}; read the bytes in .data")
+        return _from_little_endian(code, self.data)
+
+    def tolist(self) -> Any:
+        """The values as nested lists, without numpy; a single number for a tensor without dimensions.
+
+        Raises:
+            TypeError: see :meth:`values`.
+        """
+        values = list(self.values())
+        return _nested(values, self.shape) if self.shape else values[0]
+
     def _numpy_dtype(self, numpy: Any) -> np.dtype[Any]:
         if _item_bytes(self.dtype) is None or self.dtype.startswith("float8") or self.dtype == "complex32":
             raise TypeError(f"numpy has no dtype {self.dtype!r}; read the bytes in .data")
@@ -130,6 +183,21 @@ class Tensor:
             " need a numpy array of numbers or a torch tensor",
             type_name=type(array).__qualname__,
         )
+
+
+def _nested(values: list[Any], shape: tuple[int, ...]) -> list[Any]:
+    if len(shape) == 1:
+        return values
+    step = math.prod(shape[1:])
+    return [_nested(values[i * step : (i + 1) * step], shape[1:]) for i in range(shape[0])]
+
+
+def _from_little_endian(code: str, data: Any) -> array[Any]:
+    values: array[Any] = array(code)
+    values.frombytes(data)
+    if _BIG_ENDIAN:
+        values.byteswap()
+    return values
 
 
 def _torch_bytes(tensor: Any) -> memoryview:

@@ -21,6 +21,7 @@ _UNSUPPORTED_SAMPLING_FIELDS = (
     "structured_outputs",
     "repetition_detection",
     "thinking_token_budget",
+    "trace_decode_token_ids",
 )
 _MAX_PROMPT_LOGPROBS_BYTES = 2**28
 """Of one request, ids and values together: a long prompt with the whole vocabulary for each token must not exhaust the

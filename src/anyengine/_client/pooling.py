@@ -1,0 +1,45 @@
+"""Requests that compute something of a prompt instead of generating: one result each.
+
+Owns the waiting for it, with the same ways out as a request stream has: every one of them leaves nothing in the engine.
+"""
+
+from __future__ import annotations
+
+from anyengine.exceptions import RequestFailed
+from anyengine.outputs import PoolingOutput
+from anyengine.params import PoolingParams
+
+from .prompts import Prompt
+from .request_desk import RequestDesk
+from .request_fields import RequestFields
+from .request_state import PooledRequestState
+
+__all__ = ["encode_once"]
+
+
+async def encode_once(
+    desk: RequestDesk, prompt: Prompt, params: PoolingParams, label: str | None, fields: RequestFields
+) -> PoolingOutput:
+    """See :meth:`EngineClient.encode`."""
+    prepared = await desk.prepare(prompt, params, label, fields)
+    state, _, num_prompt_tokens = desk.send(prepared, params, label, fields)
+    assert isinstance(state, PooledRequestState)
+    try:
+        while not state.ended:
+            await state.parker.park()
+    except BaseException:  # cancelled, in whatever way: the engine must not go on
+        if not state.ended:
+            desk.abort([state])
+        raise
+    if state.error is not None:
+        raise state.error.for_waiter()
+    if state.data is None:
+        raise RequestFailed(
+            f"request {state.label!r} was aborted before it had a result", code="aborted", request_id=state.label
+        )
+    return PoolingOutput(
+        request_id=state.label,
+        data=state.data,
+        num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=state.num_cached_tokens,
+    )

@@ -1,0 +1,139 @@
+"""What a request carries beside its prompt and its parameters.
+
+Owns the names, types and checks of these fields, shared by everything that makes a request. They are vLLM's names
+(``AsyncLLM.generate``); each goes on the wire as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypedDict
+
+from anyengine._rules import INT64_MIN, Rule, flag, integer, mapping, record, reject, text
+from anyengine._wire import KvHintsEnvelope, MultiModalFeatureSpec, Tensor
+from anyengine.exceptions import RequestRejected
+from anyengine.params import LoRARequest
+
+from .engine_facts import EngineFacts
+
+__all__ = ["RequestFields", "check_field_names", "check_fields"]
+
+
+class RequestFields(TypedDict, total=False):
+    """The keyword arguments of ``generate``, ``submit`` and ``encode``."""
+
+    priority: int
+    """Lower runs first; of no effect unless the engine schedules by priority."""
+    data_parallel_rank: int | None
+    """The rank that shall run it; by default the one whose turn it is."""
+    lora_request: LoRARequest | None
+    """The adapter to use. The first request with it waits until the engine has loaded it."""
+    cache_salt: str | None
+    """Cached prefixes are shared only between requests with the same one."""
+    trace_headers: Mapping[str, str] | None
+    """``traceparent`` and its like, for the engine's spans."""
+    session_id: str | None
+    mm_features: Sequence[MultiModalFeatureSpec] | None
+    """Images, sounds, ... as a processor of the engine's release made them, in the order of their positions."""
+    reasoning_ended: bool | None
+    """Whether a structured output applies from the first token on, for models that reason first."""
+    reasoning_parser_kwargs: Mapping[str, Any] | None
+    kv_hints: KvHintsEnvelope | None
+    """For the engine's KV-cache connector."""
+
+
+def _check_header(name: str, key: Any, value: Any) -> None:
+    if not isinstance(key, str) or not isinstance(value, str):
+        reject(f"{name}[{key!r}]", value, "is no header", "use str for names and values")
+
+
+def _check_keyword(name: str, key: Any, _value: Any) -> None:
+    if not isinstance(key, str):
+        reject(f"{name} key", key, f"is a {type(key).__name__}", "use str keys")
+
+
+def _features(name: str, value: Any) -> list[MultiModalFeatureSpec] | None:
+    if value is None:
+        return None
+    remedy = "use a sequence of MultiModalFeatureSpec"
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        reject(name, value, f"is a {type(value).__name__}", remedy)
+    for feature in value:
+        if not isinstance(feature, MultiModalFeatureSpec):
+            reject(name, value, f"has a {type(feature).__name__} in it", remedy)
+        for key, elem in (feature.data or {}).items():
+            if (odd := _odd_tensor(elem.data)) is not None:
+                # It would end the engine's input thread. Not repaired: a feature is passed through as it is.
+                reject(f"{name}: {key}", odd, "is not spelled as vLLM reads it", "use Tensor.torch_spelled()")
+    return list(value) or None
+
+
+def _odd_tensor(data: Any) -> Tensor | None:
+    """A tensor in ``data`` with numpy's name for its dtype."""
+    if isinstance(data, Tensor):
+        return data if data.dtype[:1] in "<>=|" else None
+    if isinstance(data, list | tuple):
+        return next((odd for item in data if (odd := _odd_tensor(item)) is not None), None)
+    return None
+
+
+_RULES: Final[dict[str, Rule]] = {
+    "priority": integer(INT64_MIN, 2**63 - 1),
+    "data_parallel_rank": integer(0, 0xFFFF, optional=True),
+    "lora_request": record(LoRARequest),
+    "cache_salt": text(optional=True, empty=False),
+    "trace_headers": mapping(_check_header),
+    "session_id": text(optional=True, empty=False),
+    "mm_features": _features,
+    "reasoning_ended": flag(optional=True),
+    "reasoning_parser_kwargs": mapping(_check_keyword),
+    "kv_hints": record(KvHintsEnvelope),
+}
+
+
+def check_field_names(function: str, fields: RequestFields) -> None:
+    """Refuse an argument that there is not, as Python itself would.
+
+    Raises:
+        TypeError: there is one.
+    """
+    for name in fields.keys() - _RULES.keys():
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
+def check_fields(fields: RequestFields, facts: EngineFacts, *, multimodal: bool | None) -> dict[str, Any]:
+    """Private copies of ``fields``; those that are ``None`` are left out.
+
+    ``multimodal`` says whether the model takes more than text; ``None``: nobody knows.
+
+    Raises:
+        RequestRejected: a wrong type or value, or something that the engine cannot do and would not say so.
+    """
+    given: Mapping[str, Any] = fields
+    checked = {name: kept for name, value in given.items() if (kept := _RULES[name](name, value)) is not None}
+    if checked.get("lora_request") is not None and not facts.lora:
+        _refuse(
+            "lora_request", fields, "LoRA is not enabled in the engine, which would use the base model", "enable_lora"
+        )
+    if checked.get("priority") and facts.priorities is False:
+        _refuse("priority", fields, "the engine schedules first come, first served", "scheduling_policy='priority'")
+    if "mm_features" in checked and not multimodal:
+        # A vLLM engine with a model of text alone never schedules such a request, nor anything behind it.
+        raise RequestRejected(
+            "mm_features: "
+            + ("the model takes text alone" if multimodal is False else "nothing is known of the model"),
+            parameter="mm_features",
+            value=fields.get("mm_features"),
+            remedy="use a multimodal model; or describe the engine with a model_dir, whose config.json says what it is",
+        )
+    return checked
+
+
+def _refuse(name: str, fields: RequestFields, problem: str, argument: str) -> None:
+    value = fields.get(name)
+    raise RequestRejected(
+        f"{name}={value!r:.200}: {problem}",
+        parameter=name,
+        value=value,
+        remedy=f"leave it out, or start the engine with the argument {argument}",
+    )
