@@ -17,7 +17,6 @@ import msgspec
 import zmq
 
 pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
-IDENTITY = b"\x00\x00"
 READY_RESPONSE = {
     "max_model_len": 64,
     "num_gpu_blocks": 1,
@@ -32,17 +31,20 @@ class Peer:
 
     def __init__(self) -> None:
         launch = json.loads(sys.stdin.readline())
+        self.rank: int = launch.get("rank", 0)
         self.context = zmq.Context()
         self.handshake = self._dealer(launch["handshake_address"])
+        self.local: bool = launch.get("local", True)
+        self.headless: bool = launch.get("headless", False)
 
     def _dealer(self, address: str) -> zmq.Socket[bytes]:
         socket = self.context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, IDENTITY)
+        socket.setsockopt(zmq.IDENTITY, self.rank.to_bytes(2, "little"))
         socket.connect(address)
         return socket
 
-    def hello(self, *, local: bool = True) -> None:
-        self.handshake.send(pack({"status": "HELLO", "local": local, "headless": False}))
+    def hello(self, **claims: Any) -> None:
+        self.handshake.send(pack({"status": "HELLO", "local": self.local, "headless": self.headless, **claims}))
 
     def init(self) -> None:
         addresses = unpack(self.handshake.recv())["addresses"]
@@ -53,8 +55,8 @@ class Peer:
     def register(self) -> None:
         self.inputs.send(pack(READY_RESPONSE))
 
-    def ready(self) -> None:
-        self.handshake.send(pack({"status": "READY", "local": True, "headless": False}))
+    def ready(self, **claims: Any) -> None:
+        self.handshake.send(pack({"status": "READY", "local": self.local, "headless": self.headless, **claims}))
 
     def start(self) -> None:
         self.hello()
@@ -68,10 +70,10 @@ class Peer:
 
     def send_tokens(self, request_id: str, token_ids: list[int], finish_reason: int | None = None) -> None:
         output = [request_id, token_ids, None, None, None, finish_reason]
-        self.outputs.send(pack([0, [output], None, 0.0, None]))
+        self.outputs.send(pack([self.rank, [output], None, 0.0, None]))
 
     def reply(self, call_id: int, result: Any) -> None:
-        self.outputs.send(pack([0, [], None, 0.0, [call_id, None, [None, result]]]))
+        self.outputs.send(pack([self.rank, [], None, 0.0, [call_id, None, [None, result]]]))
 
 
 def exit_at(peer: Peer, stage: str, code: str) -> None:

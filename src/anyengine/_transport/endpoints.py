@@ -6,6 +6,7 @@ them. Every address is bound first and advertised afterwards, so two clients can
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import shutil
 import socket as socket_module
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
 import zmq
+from anyio import BrokenResourceError
 
 from anyengine._transport.zmq_socket import ZmqSocket
 
@@ -50,6 +52,12 @@ class Listeners:
     handshake: str | None = None
     advertise_host: str | None = None
 
+    @property
+    def exposed(self) -> list[str]:
+        """The addresses that other hosts can reach."""
+        places = (self.handshake, self.inputs, self.outputs)
+        return list(dict.fromkeys(place for place in places if isinstance(place, str) and not _is_local(place)))
+
 
 class Endpoints:
     """The bound sockets and their addresses, as engines are told them: ``handshake`` (or ``None``) and ``inputs`` are
@@ -81,6 +89,8 @@ class Endpoints:
                 if isinstance(place, int):
                     raw.set(zmq.USE_FD, place)
                     place = _address_of(place)
+                else:
+                    _refuse_taken(place)
                 socket = undo.enter_context(ZmqSocket(raw))
                 return socket, _advertised(socket.bind(place), places.advertise_host)
 
@@ -134,6 +144,16 @@ def beside(handshake: str, *, inputs: str | None, outputs: str | None, advertise
     return Listeners(inputs or default("i"), outputs or default("o"), handshake, advertise_host)
 
 
+def _is_local(address: str) -> bool:
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if address.startswith("ipc://") or host in ("localhost", "lo"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # every interface ("*"), or one by its name
+        return False
+
+
 def _own_places(transport: Literal["ipc", "tcp"], undo: ExitStack) -> Listeners:
     if transport == "tcp":
         return Listeners(*["tcp://127.0.0.1:*"] * 3)
@@ -155,6 +175,21 @@ def _address_of(fd: int) -> str:
             return f"ipc://{path.replace(chr(0), '@', 1)}"
     host = f"[{name[0]}]" if ":" in name[0] else name[0]
     return f"tcp://{host}:{name[1]}"
+
+
+def _refuse_taken(address: str) -> None:
+    """libzmq would take the path of an ``ipc`` socket from somebody who listens there, and both would go deaf.
+
+    Raises:
+        BrokenResourceError: somebody does.
+    """
+    if not address.startswith("ipc:///"):
+        return
+    # What is left of a dead one refuses the visit.
+    with socket_module.socket(socket_module.AF_UNIX) as visitor, suppress(OSError):
+        visitor.setblocking(False)
+        visitor.connect(address.removeprefix("ipc://"))
+        raise BrokenResourceError(f"somebody listens there already (addr={address!r})")
 
 
 def _advertised(address: str, host: str | None) -> str:
