@@ -157,8 +157,8 @@ class RemoteEngine(msgspec.Struct, frozen=True, kw_only=True):
                 _check_address(name, getattr(self, name))
         if (everywhere := self._listens_everywhere()) and self.advertised_host is None:
             raise ValueError(
-                f"{everywhere}={getattr(self, everywhere)!r} listens on every interface, and does not say where engines find this "
-                "host: give advertise_host, or set VLLM_HOST_IP"
+                f"{everywhere}={getattr(self, everywhere)!r} listens on every interface, and does not say where "
+                "engines find this host: give advertise_host, or set VLLM_HOST_IP"
             )
 
     @property

@@ -91,6 +91,8 @@ class Endpoints:
                     place = _address_of(place)
                 else:
                     _refuse_taken(place)
+                if "[" in place:
+                    raw.set(zmq.IPV6, 1)
                 socket = undo.enter_context(ZmqSocket(raw))
                 return socket, _advertised(socket.bind(place), places.advertise_host)
 
@@ -167,7 +169,13 @@ def _address_of(fd: int) -> str:
     Raises:
         OSError: it is no socket.
     """
-    with socket_module.socket(fileno=os.dup(fd)) as handed:
+    duplicate = os.dup(fd)
+    try:
+        handed = socket_module.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        raise
+    with handed:
         name = handed.getsockname()
         if handed.family == socket_module.AF_UNIX:
             # An abstract name starts with a null byte, which ZeroMQ spells "@".

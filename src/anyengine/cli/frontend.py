@@ -135,7 +135,6 @@ def serve_frontend(arguments: Sequence[str]) -> int:
         number = anyio.run(until_signal, functools.partial(_serve, options, engine, application), backend=backend)
     except Exception as error:  # noqa: BLE001 - the outermost frame: the parent has only an exit code and this text
         traceback.print_exception(error)
-        sys.stderr.write(error_lines(error))
         return _FAILED
     return _SIGNAL + number if number not in (None, SIGTERM) else 0
 
@@ -147,7 +146,10 @@ async def _serve(options: FrontendOptions, engine: InheritedEngine, application:
         ) as client:
             listener.setblocking(False)
             listener.listen()  # bound by the parent; nobody can connect before there is somebody to answer
-            await application(client, listener, options.args_json)
+            running: object = application(client, listener, options.args_json)
+            if not inspect.isawaitable(running):
+                raise TypeError(f"{APP_VARIABLE} must name an async function; the one it names returned {running!r}")
+            await running
 
 
 def load_application(name: str) -> Application:
