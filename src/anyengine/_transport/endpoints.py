@@ -76,8 +76,6 @@ class Endpoints:
     def __init__(self, listeners: Literal["ipc", "tcp"] | Listeners) -> None:
         with ExitStack() as undo:
             places = listeners if isinstance(listeners, Listeners) else _own_places(listeners, undo)
-            if isinstance(listeners, Listeners):
-                undo.enter_context(_SocketFiles(places))
             context = zmq.Context()
             # Closes the sockets too, whatever happened before; with zero linger, so nothing waits for unsent data.
             undo.callback(context.destroy, linger=0)
@@ -86,7 +84,7 @@ class Endpoints:
                 raw = context.socket(kind)
                 for option, value in options.items():
                     raw.set(option, value)
-                if isinstance(place, int):
+                if handed_over := isinstance(place, int):
                     raw.set(zmq.USE_FD, place)
                     place = _address_of(place)
                 else:
@@ -94,7 +92,10 @@ class Endpoints:
                 if "[" in place:
                     raw.set(zmq.IPV6, 1)
                 socket = undo.enter_context(ZmqSocket(raw))
-                return socket, _advertised(socket.bind(place), places.advertise_host)
+                address = socket.bind(place)
+                if not handed_over and places is listeners:
+                    undo.enter_context(_SocketFile(address))
+                return socket, _advertised(address, places.advertise_host)
 
             self.handshake, self.handshake_address = None, None
             if places.handshake is not None:
@@ -206,20 +207,18 @@ def _advertised(address: str, host: str | None) -> str:
     return f"tcp://{f'[{host}]' if ':' in host else host}:{address.rpartition(':')[2]}"
 
 
-class _SocketFiles:
-    """The files of sockets at given addresses, which libzmq leaves behind; removed on exit."""
+class _SocketFile:
+    """The file of an ``ipc`` socket that is bound, which libzmq leaves behind; removed on exit."""
 
-    def __init__(self, places: Listeners) -> None:
-        addresses = (places.handshake, places.inputs, places.outputs)
-        self._addresses = [one for one in addresses if isinstance(one, str) and one.startswith("ipc://")]
+    def __init__(self, address: str) -> None:
+        self._address = address
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *exc: object) -> None:
-        for address in self._addresses:
-            with suppress(OSError):  # never bound
-                Path(address.removeprefix("ipc://")).unlink()
+        if self._address.startswith("ipc:///"):
+            Path(self._address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 class _PrivateDirectory:
