@@ -26,6 +26,7 @@ _ENV = {
 }
 _PROGRAM = "from vllm.entrypoints.cli.main import main; main()"
 _GRACE_S = 20.0
+_END_S = 90.0  # on an idle machine: 10
 
 
 class Launcher:
@@ -54,7 +55,10 @@ class Launcher:
     def stop(self) -> int:
         """SIGTERM to the launcher, which ends the others; its exit code."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=_GRACE_S)
+        try:
+            return self.process.wait(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"vllm serve does not end:\n{self.tail()}") from None
 
 
 def _title(process: psutil.Process) -> str:
