@@ -213,7 +213,7 @@ class InheritedEngine(msgspec.Struct, frozen=True, kw_only=True):
     ``vllm serve`` does for an external front end.
 
     ``input_fd`` and ``output_fd`` are descriptors of bound, listening sockets (tcp or unix); they become the client's,
-    which closes them. Ranks are ``start_rank`` to ``start_rank + ranks - 1``.
+    which closes them: this is good for one block. Ranks are ``start_rank`` to ``start_rank + ranks - 1``.
     """
 
     input_fd: int

@@ -95,7 +95,7 @@ async def test_a_wildcard_port_becomes_a_number_and_ipc_files_go(handshake: str,
 async def test_the_deadline_names_who_is_late() -> None:
     with anyio.fail_after(30), RemotePeers("serve", "serve", "stops_after_hello") as peers:
         with pytest.raises(StartupTimeout, match=r"\(1 of 3 are not: 2\)") as caught:
-            async with remote(peers, ranks=3, startup_timeout_s=3):
+            async with remote(peers, ranks=3, startup_timeout_s=5):
                 pytest.fail("it must not become ready")
     assert (caught.value.rank, caught.value.stage) == (2, "initialized")
     assert "127.0.0.1" in str(caught.value)  # where it should have connected
