@@ -1,7 +1,7 @@
 """``anyengine frontend``: an application of the user's as the front end that ``vllm serve`` starts.
 
 Owns what such a parent hands over (sockets, ranks, settings), the choice of application and event loop, and the end on
-SIGTERM. The arguments are those of vLLM 0.28 to 0.33 (``vllm.v1.utils.RustFrontendProcessManager``); others are left
+SIGTERM. The arguments are those of vLLM 0.32 and 0.33 (``vllm.v1.utils.RustFrontendProcessManager``); others are left
 alone, since a newer parent may have more to say.
 """
 
