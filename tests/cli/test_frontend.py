@@ -243,5 +243,6 @@ def test_help_says_what_to_set(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in capsys.readouterr().out
 
 
-def test_an_application_may_be_an_attribute_of_an_attribute() -> None:
+def test_an_application_may_be_an_attribute_of_an_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
     assert load_application("os:path.join") is os.path.join
