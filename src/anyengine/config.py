@@ -6,6 +6,7 @@ line of JSON; nothing is ever pickled.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
@@ -134,9 +135,11 @@ class RemoteEngine(msgspec.Struct, frozen=True, kw_only=True):
     The client listens at ``handshake`` (``"tcp://10.0.0.5:29550"``, or an ``ipc://`` path) for ``ranks`` engine cores,
     whose ranks are 0 to ``ranks - 1``. Their requests and outputs go over two more sockets, ``inputs`` and ``outputs``:
     by default on free ports of the same interface, or in a private directory beside an ``ipc://`` handshake; fixed
-    addresses let a later client find the engines again (:class:`RunningEngine`). Where an address listens on every
-    interface (``tcp://0.0.0.0:29550``), ``advertise_host`` is the name or address of this host for the engines.
-    ``model_dir`` names the local directory with the tokenizer, when text prompts are wanted.
+    addresses let a later client find the engines again (:class:`RunningEngine`). A port may be ``*``: the system
+    chooses, and ``on_progress`` is told (stage ``listening``). Where an address listens on every interface
+    (``tcp://0.0.0.0:29550``), ``advertise_host`` is the name or address of this host for the engines; by default the
+    environment's ``VLLM_HOST_IP``. ``model_dir`` names the local directory with the tokenizer, when text prompts are
+    wanted.
 
     Nothing on these sockets is encrypted or authenticated: listen on networks that you trust.
     """
@@ -154,12 +157,24 @@ class RemoteEngine(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("inputs", "outputs"):
             if getattr(self, name) is not None:
                 _check_address(name, getattr(self, name))
-        for name, address in (("handshake", self.handshake), ("inputs", self.inputs), ("outputs", self.outputs)):
-            if address is not None and self.advertise_host is None and _listens_everywhere(address):
-                raise ValueError(
-                    f"{name}={address!r} listens on every interface, and does not say where engines find this host: "
-                    "give advertise_host"
-                )
+        if (everywhere := self._listens_everywhere()) and self.advertised_host is None:
+            raise ValueError(
+                f"{everywhere}={getattr(self, everywhere)!r} listens on every interface, and does not say where "
+                "engines find this host: give advertise_host, or set VLLM_HOST_IP"
+            )
+
+    @property
+    def advertised_host(self) -> str | None:
+        """What replaces the host in the addresses that engines are told, if anything does."""
+        if self.advertise_host is None and self._listens_everywhere():
+            return os.environ.get("VLLM_HOST_IP") or None
+        return self.advertise_host
+
+    def _listens_everywhere(self) -> str | None:
+        """The name of the first address that does."""
+        everywhere = ("tcp://0.0.0.0:", "tcp://*:", "tcp://[::]:")
+        names = ("handshake", "inputs", "outputs")
+        return next((name for name in names if (getattr(self, name) or "").startswith(everywhere)), None)
 
 
 class RunningEngine(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,14 +182,16 @@ class RunningEngine(msgspec.Struct, frozen=True, kw_only=True):
 
     ``inputs`` and ``outputs`` are the addresses that the engines were told (the former client's ``RemoteEngine`` fixed
     them): the engines connect again by themselves. ``registrations`` is what each rank said of itself when it became
-    ready, as the former client's ``client.core.registrations[rank].received`` had it; ``max_model_len`` and
-    ``vllm_version`` are what counts. What the engines had buffered for the former client is dropped; requests of its
-    that still run go on until they end, or until ``pause_generation(mode="abort")``.
+    ready, ``None`` where its release says nothing. The former client knows all of it: ``client.core.running_engine``,
+    to be kept as ``msgspec.json.encode(...)`` and read by ``msgspec.json.decode(..., type=RunningEngine)``.
+
+    What the engines had buffered for the former client is dropped; requests of its that still run go on until they
+    end, or until ``pause_generation(mode="abort")``.
     """
 
     inputs: str
     outputs: str
-    registrations: Mapping[int, Mapping[str, Any]]
+    registrations: Mapping[int, Mapping[str, Any] | None]
     model_dir: str | None = None
 
     def __post_init__(self) -> None:
@@ -186,8 +203,11 @@ class RunningEngine(msgspec.Struct, frozen=True, kw_only=True):
         for rank, registration in registrations.items():
             if type(rank) is not int or not 0 <= rank <= _MAX_RANK:
                 raise ValueError(f"registrations: rank {rank!r} must be an int from 0 to {_MAX_RANK}")
-            if not isinstance(registration, Mapping) or "max_model_len" not in registration:
-                raise ValueError(f"registrations[{rank}]={registration!r} must be a mapping with max_model_len")
+            described = isinstance(registration, Mapping) and "max_model_len" in registration
+            if registration is not None and not described:
+                raise ValueError(
+                    f"registrations[{rank}]={registration!r} must be a mapping with max_model_len, or None"
+                )
 
 
 class InheritedEngine(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,7 +215,7 @@ class InheritedEngine(msgspec.Struct, frozen=True, kw_only=True):
     ``vllm serve`` does for an external front end.
 
     ``input_fd`` and ``output_fd`` are descriptors of bound, listening sockets (tcp or unix); they become the client's,
-    which closes them. Ranks are ``start_rank`` to ``start_rank + ranks - 1``.
+    which closes them: this is good for one block. Ranks are ``start_rank`` to ``start_rank + ranks - 1``.
     """
 
     input_fd: int
@@ -244,10 +264,6 @@ def _check_address(name: str, address: object) -> None:
 def _check_rank_count(name: str, value: object) -> None:
     if type(value) is not int or not 1 <= value <= _MAX_RANK + 1:
         raise ValueError(f"{name}={value!r} must be an int from 1 to {_MAX_RANK + 1}")
-
-
-def _listens_everywhere(address: str) -> bool:
-    return address.startswith(("tcp://0.0.0.0:", "tcp://*:", "tcp://[::]:"))
 
 
 class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):

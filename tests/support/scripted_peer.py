@@ -38,6 +38,7 @@ class Peer:
         self.rank: int = launch.get("rank", 0)
         self.context = zmq.Context()
         self.handshake = self._dealer(launch["handshake_address"])
+        self.local: bool = launch.get("local", True)  # False: somebody else than the client has started it
 
     def _dealer(self, address: str) -> zmq.Socket[bytes]:
         socket = self.context.socket(zmq.DEALER)
@@ -45,20 +46,23 @@ class Peer:
         socket.connect(address)
         return socket
 
-    def hello(self, *, local: bool = True) -> None:
-        self.handshake.send(pack({"status": "HELLO", "local": local, "headless": False}))
+    def hello(self, **claims: Any) -> None:
+        self.handshake.send(pack({"status": "HELLO", "local": self.local, "headless": not self.local, **claims}))
 
     def init(self) -> None:
         addresses = unpack(self.handshake.recv())["addresses"]
-        self.inputs = self._dealer(addresses["inputs"][0])
+        self._connect(addresses["inputs"][0], addresses["outputs"][0])
+
+    def _connect(self, inputs: str, outputs: str) -> None:
+        self.inputs = self._dealer(inputs)
         self.outputs = self.context.socket(zmq.PUSH)
-        self.outputs.connect(addresses["outputs"][0])
+        self.outputs.connect(outputs)
 
     def register(self) -> None:
         self.inputs.send(pack(READY_RESPONSE))
 
-    def ready(self) -> None:
-        self.handshake.send(pack({"status": "READY", "local": True, "headless": False}))
+    def ready(self, **claims: Any) -> None:
+        self.handshake.send(pack({"status": "READY", "local": self.local, "headless": not self.local, **claims}))
 
     def start(self) -> None:
         self.hello()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import psutil
 import pytest
 import zmq
 
-from anyengine._transport.endpoints import Endpoints, open_endpoints
+from anyengine._transport.endpoints import Endpoints, Listeners, beside, open_endpoints
 from anyengine._transport.zmq_socket import ZmqSocket
 from anyengine.exceptions import WrongLoopError
 
@@ -110,6 +111,137 @@ def test_a_failed_bind_leaves_nothing(monkeypatch: pytest.MonkeyPatch, private_t
     with pytest.raises(anyio.BrokenResourceError, match="no room"):
         open_endpoints()
     assert list(private_temp_dir.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------ at addresses that are given
+
+
+def reach(address: str, kind: int = zmq.DEALER) -> None:
+    """Say hello to a ROUTER (or, as a PUSH, to a PULL) at ``address``, over a connection that is then gone."""
+    with zmq.Context() as context, context.socket(kind) as peer:
+        peer.set(zmq.IPV6, int("[" in address))
+        peer.connect(address)
+        peer.send(b"hello")
+
+
+def test_what_is_not_given_is_beside_the_handshake() -> None:
+    nothing = {"inputs": None, "outputs": None, "advertise_host": None}
+    assert beside("tcp://10.0.0.5:29550", **nothing) == Listeners(
+        "tcp://10.0.0.5:*", "tcp://10.0.0.5:*", "tcp://10.0.0.5:29550"
+    )
+    assert beside("tcp://[::1]:*", **nothing).inputs == "tcp://[::1]:*"
+    assert beside("ipc:///run/h", **nothing) == Listeners("ipc:///run/h.i", "ipc:///run/h.o", "ipc:///run/h")
+    given = beside("ipc:///h", inputs="ipc:///i", outputs="tcp://127.0.0.1:9", advertise_host="me")
+    assert given == Listeners("ipc:///i", "tcp://127.0.0.1:9", "ipc:///h", "me")
+
+
+@pytest.mark.feature("D12")
+@pytest.mark.parametrize("port", ["*", "0"])
+def test_a_wildcard_port_is_told_as_a_number(port: str) -> None:
+    place = f"tcp://127.0.0.1:{port}"
+    with open_endpoints(Listeners(place, place, place)) as endpoints:
+        ports = {int(address.rpartition(":")[2]) for address in addresses(endpoints)}
+        assert len(ports) == 3 and min(ports) > 0
+
+
+@pytest.mark.parametrize(("host", "spelled"), [("10.0.0.5", "10.0.0.5"), ("gpu1", "gpu1"), ("fd00::1", "[fd00::1]")])
+def test_engines_are_told_another_host(host: str, spelled: str, private_temp_dir: Path) -> None:
+    everywhere = "tcp://0.0.0.0:*"
+    listeners = Listeners(f"ipc://{private_temp_dir}/i", everywhere, everywhere, advertise_host=host)
+    with open_endpoints(listeners) as endpoints:
+        for address in (endpoints.handshake_address, endpoints.output_address):
+            assert address.rpartition(":")[0] == f"tcp://{spelled}"
+        assert endpoints.input_address == f"ipc://{private_temp_dir}/i"
+
+
+@pytest.mark.feature("D29")
+@pytest.mark.parametrize(
+    ("address", "exposed"),
+    [
+        ("tcp://127.0.0.1:1", False),
+        ("tcp://127.8.0.1:*", False),
+        ("tcp://localhost:1", False),
+        ("tcp://lo:1", False),
+        ("tcp://[::1]:1", False),
+        ("ipc:///run/h", False),
+        ("tcp://0.0.0.0:1", True),
+        ("tcp://*:*", True),
+        ("tcp://[::]:1", True),
+        ("tcp://10.0.0.5:1", True),
+        ("tcp://eth0:1", True),
+        ("tcp://gpu1.example.org:1", True),
+    ],
+)
+def test_what_other_hosts_can_reach(address: str, exposed: bool) -> None:
+    assert Listeners(address, address, address).exposed == [address] * exposed
+    assert Listeners(3, 4, None).exposed == []
+
+
+@pytest.mark.feature("D12")
+def test_ipc_files_at_given_paths_are_removed(private_temp_dir: Path) -> None:
+    paths = [private_temp_dir / name for name in "hio"]
+    places = [f"ipc://{path}" for path in paths]
+    paths[0].touch()  # whatever a dead one left is no obstacle
+    with open_endpoints(Listeners(places[1], places[2], places[0])) as endpoints:
+        assert addresses(endpoints) == places
+        assert all(path.is_socket() for path in paths)
+    assert list(private_temp_dir.iterdir()) == []
+    with pytest.raises(anyio.BrokenResourceError):
+        open_endpoints(Listeners(places[1], "ipc:///no/such/directory/o", places[0]))
+    assert list(private_temp_dir.iterdir()) == []
+
+
+@pytest.mark.anyio
+async def test_a_path_where_somebody_listens_is_refused(private_temp_dir: Path) -> None:
+    """libzmq would take it, and the other one would wait for ever."""
+    places = Listeners(f"ipc://{private_temp_dir}/i", f"ipc://{private_temp_dir}/o")
+    with open_endpoints(places) as endpoints:
+        with pytest.raises(anyio.BrokenResourceError, match="somebody listens there already"):
+            open_endpoints(places)
+        reach(endpoints.input_address)
+        with anyio.fail_after(10):
+            [[_, hello]] = await endpoints.inputs.drain()
+    assert hello == b"hello"
+
+
+@pytest.mark.feature("D18")
+@pytest.mark.anyio
+@pytest.mark.blocking_ok
+@pytest.mark.parametrize("kind", ["tcp", "unix", "abstract"])
+async def test_sockets_that_somebody_hands_over(kind: str, private_temp_dir: Path) -> None:
+    """They are used, told by their addresses, closed; their files are left to whoever made them."""
+    handed = []
+    for name in "io":
+        listener = socket.socket(socket.AF_INET if kind == "tcp" else socket.AF_UNIX)
+        path = f"\0anyengine-{os.getpid()}-{name}" if kind == "abstract" else str(private_temp_dir / name)
+        listener.bind(("127.0.0.1", 0) if kind == "tcp" else path)
+        listener.listen()
+        handed.append(listener.detach())
+    with open_endpoints(Listeners(*handed)) as endpoints:
+        assert endpoints.handshake is None and endpoints.handshake_address is None
+        for address, receiver, kind_of_peer in (
+            (endpoints.input_address, endpoints.inputs, zmq.DEALER),
+            (endpoints.output_address, endpoints.outputs, zmq.PUSH),
+        ):
+            reach(address, kind_of_peer)
+            with anyio.fail_after(10):
+                [[*_, hello]] = await receiver.drain()
+            assert hello == b"hello"
+    for descriptor in handed:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+    if kind == "unix":
+        for name in "io":
+            (private_temp_dir / name).unlink()
+
+
+def test_a_descriptor_that_is_no_socket() -> None:
+    """The leak check sees that nothing of it is kept."""
+    read, write = os.pipe()
+    with pytest.raises(OSError, match="non-socket"):
+        open_endpoints(Listeners(read, write))
+    os.close(read)
+    os.close(write)
 
 
 def test_another_thread_may_not_close_them() -> None:

@@ -25,7 +25,7 @@ from anyengine._wire import (
     FinishReason,
     engine_identity,
 )
-from anyengine.config import AttachedEngine, EmbeddedEngine, EngineSettings, VLLMEngine
+from anyengine.config import AttachedEngine, EmbeddedEngine, EngineSettings, RunningEngine, VLLMEngine
 from anyengine.exceptions import (
     ClientClosedError,
     EngineDeadError,
@@ -277,6 +277,22 @@ class EngineCoreClient(EngineCalls):
     def registrations(self) -> dict[int, EngineCoreReadyResponse | None]:
         """What each rank reported about itself when it became ready."""
         return dict(self.session.registrations)
+
+    @property
+    def running_engine(self) -> RunningEngine:
+        """What a later client needs to take over the engines of this one when it is gone: plain data, to be stored.
+
+        Of use where the engines live on (somebody else's), at addresses that the later client can have.
+        """
+        session = self.session
+        return RunningEngine(
+            inputs=session.endpoints.input_address,
+            outputs=session.endpoints.output_address,
+            registrations={
+                rank: None if ready is None else dict(ready.received) for rank, ready in session.registrations.items()
+            },
+            model_dir=self.model_dir,
+        )
 
     @property
     def model_dir(self) -> str | None:

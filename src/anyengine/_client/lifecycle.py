@@ -15,10 +15,10 @@ import anyio
 
 from anyengine._process.supervisor import SupervisedEngine
 from anyengine._transport.abc import PeerUnreachable
-from anyengine._transport.endpoints import open_endpoints
+from anyengine._transport.endpoints import Endpoints, open_endpoints
 from anyengine._transport.monitor import open_monitor
 from anyengine._wire import engine_identity
-from anyengine.exceptions import ClientClosedError, EngineDeadError
+from anyengine.exceptions import ClientClosedError, EngineDeadError, EngineStartupError
 
 from .liveness import PROBE
 from .session import Session
@@ -44,7 +44,7 @@ async def open_session(settings: SessionSettings) -> AsyncIterator[Session]:
     interrupted = False
     session: Session | None = None
     with (
-        open_endpoints(listeners_for(settings.engines) or "ipc") as endpoints,
+        _listen(settings) as endpoints,
         open_monitor(endpoints.inputs) as input_monitor,
         open_monitor(endpoints.outputs) as output_monitor,
     ):
@@ -80,6 +80,13 @@ async def open_session(settings: SessionSettings) -> AsyncIterator[Session]:
         # short, which must not look like its end.
         assert session.cause is not None
         raise session.cause.for_waiter()
+
+
+def _listen(settings: SessionSettings) -> Endpoints:
+    try:
+        return open_endpoints(listeners_for(settings.engines) or "ipc")
+    except (anyio.BrokenResourceError, OSError) as exc:
+        raise EngineStartupError(f"the client cannot listen for engines: {exc}", stage="listening") from exc
 
 
 async def _stop(session: Session) -> None:

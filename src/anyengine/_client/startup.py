@@ -15,6 +15,7 @@ import msgspec
 
 from anyengine._process.attached import AttachedRank
 from anyengine._process.launch import launch_engine
+from anyengine._process.status import Status
 from anyengine._process.supervisor import SupervisedEngine
 from anyengine._protocol import Connection, FrontendHandshake
 from anyengine._transport.abc import MessageSocket, PeerUnreachable
@@ -28,7 +29,7 @@ from anyengine.config import (
     RemoteEngine,
     RunningEngine,
 )
-from anyengine.exceptions import EngineError, RemoteProtocolError
+from anyengine.exceptions import EngineError, EngineStartupError, RemoteProtocolError
 
 from .session import Session
 from .settings import ClientState
@@ -44,15 +45,22 @@ def listeners_for(engines: tuple[EngineSettings, ...]) -> Listeners | None:
     """Where the client listens for ``engines``; ``None``: in a place of its own."""
     match engines[0]:
         case RemoteEngine() as engine:
-            return beside(
-                engine.handshake, inputs=engine.inputs, outputs=engine.outputs, advertise_host=engine.advertise_host
+            listeners = beside(
+                engine.handshake, inputs=engine.inputs, outputs=engine.outputs, advertise_host=engine.advertised_host
             )
         case RunningEngine() as engine:
-            return Listeners(engine.inputs, engine.outputs)
+            listeners = Listeners(engine.inputs, engine.outputs)
         case InheritedEngine() as engine:
             return Listeners(engine.input_fd, engine.output_fd)
         case _:
             return None
+    if exposed := listeners.exposed:
+        _logger.warning(
+            "listening on a network, where nothing is encrypted and anybody may connect: %s; loopback (127.0.0.1), an "
+            "ipc:// address or a trusted network behind a firewall is safe",
+            ", ".join(exposed),
+        )
+    return listeners
 
 
 async def start_engines(session: Session) -> None:
@@ -69,6 +77,7 @@ async def start_engines(session: Session) -> None:
         if (failure := await _shake_hands(session, handshake)) is not None:
             raise failure
         session.registrations = handshake.registrations
+        _refuse_waves(session)
         session.connection = Connection(handshake.dialects, call_id_prefix=secrets.randbits(31))
         await session.tasks.start(session.own, session.drain_outputs)
         if isinstance(session.settings.engines[0], RunningEngine):
@@ -104,6 +113,7 @@ def _take_over_engines(session: Session) -> FrontendHandshake:
         where = endpoints.handshake_address or endpoints.input_address
         for rank in session.ranks:
             session.engines[rank] = AttachedRank(rank, where)
+        _tell_listening(session, where)
     else:
         for rank, engine in enumerate(session.settings.engines):
             assert not isinstance(engine, AttachedEngine)
@@ -119,6 +129,17 @@ def _take_over_engines(session: Session) -> FrontendHandshake:
     return handshake
 
 
+def _tell_listening(session: Session, where: str) -> None:
+    """Say where engines are expected: whoever starts them may need a port that the system has chosen."""
+    _logger.info("listening at %s for %d engines that someone else starts", where, len(session.ranks))
+    if (on_progress := session.settings.on_progress) is not None:
+        try:
+            on_progress(Status("listening", detail=where))
+        except Exception:
+            # Rule 5: a user's callback fails alone.
+            _logger.exception("the on_progress callback failed; the client goes on listening at %s", where)
+
+
 def _start_process(session: Session, rank: int, engine: LaunchedEngine) -> None:
     assert session.endpoints.handshake_address is not None
     child = launch_engine(engine, handshake_address=session.endpoints.handshake_address, rank=rank)
@@ -131,9 +152,23 @@ def _start_process(session: Session, rank: int, engine: LaunchedEngine) -> None:
     session.take_over(supervised)
 
 
-def _register_again(handshake: FrontendHandshake, registrations: Mapping[int, Mapping[str, object]]) -> None:
+def _register_again(handshake: FrontendHandshake, registrations: Mapping[int, Mapping[str, object] | None]) -> None:
     for rank, registration in registrations.items():
-        handshake.receive_registration(engine_identity(rank), msgspec.msgpack.encode(dict(registration)))
+        frame = b"" if registration is None else msgspec.msgpack.encode(dict(registration))
+        handshake.receive_registration(engine_identity(rank), frame)
+
+
+def _refuse_waves(session: Session) -> None:
+    """Ranks of a mixture-of-experts model step together; without somebody who starts their waves, requests would wait
+    for ever. Dense ranks say 1 here, however many there are."""
+    for rank, ready in session.registrations.items():
+        if ready is not None and (ready.data_parallel_size or 1) > 1:
+            raise EngineStartupError(
+                f"engine {rank} is one of {ready.data_parallel_size} that step together (data_parallel_size, with a "
+                "mixture-of-experts model), which this client does not coordinate: use one rank, or a dense model",
+                rank=rank,
+                stage="ready",
+            )
 
 
 # ------------------------------------------------------------------------------- the handshake

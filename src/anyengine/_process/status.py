@@ -24,8 +24,10 @@ class Status(msgspec.Struct, frozen=True, omit_defaults=True):
     """One report of a child.
 
     ``stage`` is one of ``importing``, ``configuring``, ``resolving``, ``downloading``, ``loading``, ``handshake``,
-    ``ready``, ``failed``. ``fraction`` is the progress within the stage, 0 to 1, or ``None``. ``model_dir`` names a
-    local directory with ``config.json``, ``tokenizer.json`` and friends, as soon as the child knows it.
+    ``ready``, ``failed``; or, from the client itself, ``spawned`` and, where somebody else starts the engines,
+    ``listening``, with the address for them as ``detail``. ``fraction`` is the progress within the stage, 0 to 1, or
+    ``None``. ``model_dir`` names a local directory with ``config.json``, ``tokenizer.json`` and friends, as soon as the
+    child knows it.
     """
 
     stage: str

@@ -82,6 +82,10 @@ class FrontendHandshake:
                 f"engine {rank} says local={message.local}, but this client "
                 f"{'started' if self.expect_local else 'did not start'} it: another engine uses this handshake address"
             )
+        if not message.local and not message.headless:
+            raise RemoteProtocolError(
+                f"engine {rank} says headless=False: it has a front end of its own; start it with --headless"
+            )
         if isinstance(message, HandshakeHello):
             if state.stage is not HandshakeStage.WAITING:
                 raise RemoteProtocolError(f"engine {rank} sent HELLO in stage {state.stage.value}")
@@ -89,9 +93,19 @@ class FrontendHandshake:
             return encode_handshake(HandshakeInit(addresses=self.addresses))
         if state.stage is not HandshakeStage.INITIALIZED:
             raise RemoteProtocolError(f"engine {rank} sent READY in stage {state.stage.value}")
+        self._compare_configurations(rank, message.parallel_config_hash)
         state.stage = HandshakeStage.READY
         state.parallel_config_hash = message.parallel_config_hash
         return None
+
+    def _compare_configurations(self, rank: int, parallel_config_hash: str | None) -> None:
+        for other, state in self._states.items():
+            known = state.parallel_config_hash
+            if None not in (known, parallel_config_hash) and known != parallel_config_hash:
+                raise RemoteProtocolError(
+                    f"engine {rank} and engine {other} are configured differently (parallel_config_hash "
+                    f"{parallel_config_hash!r} and {known!r}): start all ranks with the same arguments"
+                )
 
     def receive_registration(self, identity: Frame, payload: Frame) -> None:
         """Take the first message of the input socket.

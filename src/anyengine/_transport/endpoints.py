@@ -6,6 +6,7 @@ them. Every address is bound first and advertised afterwards, so two clients can
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import shutil
 import socket as socket_module
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
 import zmq
+from anyio import BrokenResourceError
 
 from anyengine._transport.zmq_socket import ZmqSocket
 
@@ -50,6 +52,12 @@ class Listeners:
     handshake: str | None = None
     advertise_host: str | None = None
 
+    @property
+    def exposed(self) -> list[str]:
+        """The addresses that other hosts can reach."""
+        places = (self.handshake, self.inputs, self.outputs)
+        return list(dict.fromkeys(place for place in places if isinstance(place, str) and not _is_local(place)))
+
 
 class Endpoints:
     """The bound sockets and their addresses, as engines are told them: ``handshake`` (or ``None``) and ``inputs`` are
@@ -68,8 +76,6 @@ class Endpoints:
     def __init__(self, listeners: Literal["ipc", "tcp"] | Listeners) -> None:
         with ExitStack() as undo:
             places = listeners if isinstance(listeners, Listeners) else _own_places(listeners, undo)
-            if isinstance(listeners, Listeners):
-                undo.enter_context(_SocketFiles(places))
             context = zmq.Context()
             # Closes the sockets too, whatever happened before; with zero linger, so nothing waits for unsent data.
             undo.callback(context.destroy, linger=0)
@@ -78,11 +84,18 @@ class Endpoints:
                 raw = context.socket(kind)
                 for option, value in options.items():
                     raw.set(option, value)
-                if isinstance(place, int):
+                if handed_over := isinstance(place, int):
                     raw.set(zmq.USE_FD, place)
                     place = _address_of(place)
+                else:
+                    _refuse_taken(place)
+                if "[" in place:
+                    raw.set(zmq.IPV6, 1)
                 socket = undo.enter_context(ZmqSocket(raw))
-                return socket, _advertised(socket.bind(place), places.advertise_host)
+                address = socket.bind(place)
+                if not handed_over and places is listeners:
+                    undo.enter_context(_SocketFile(address))
+                return socket, _advertised(address, places.advertise_host)
 
             self.handshake, self.handshake_address = None, None
             if places.handshake is not None:
@@ -134,6 +147,16 @@ def beside(handshake: str, *, inputs: str | None, outputs: str | None, advertise
     return Listeners(inputs or default("i"), outputs or default("o"), handshake, advertise_host)
 
 
+def _is_local(address: str) -> bool:
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if address.startswith("ipc://") or host in ("localhost", "lo"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # every interface ("*"), or one by its name
+        return False
+
+
 def _own_places(transport: Literal["ipc", "tcp"], undo: ExitStack) -> Listeners:
     if transport == "tcp":
         return Listeners(*["tcp://127.0.0.1:*"] * 3)
@@ -147,7 +170,13 @@ def _address_of(fd: int) -> str:
     Raises:
         OSError: it is no socket.
     """
-    with socket_module.socket(fileno=os.dup(fd)) as handed:
+    duplicate = os.dup(fd)
+    try:
+        handed = socket_module.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        raise
+    with handed:
         name = handed.getsockname()
         if handed.family == socket_module.AF_UNIX:
             # An abstract name starts with a null byte, which ZeroMQ spells "@".
@@ -157,26 +186,39 @@ def _address_of(fd: int) -> str:
     return f"tcp://{host}:{name[1]}"
 
 
+def _refuse_taken(address: str) -> None:
+    """libzmq would take the path of an ``ipc`` socket from somebody who listens there, and both would go deaf.
+
+    Raises:
+        BrokenResourceError: somebody does.
+    """
+    if not address.startswith("ipc:///"):
+        return
+    # What is left of a dead one refuses the visit.
+    with socket_module.socket(socket_module.AF_UNIX) as visitor, suppress(OSError):
+        visitor.setblocking(False)
+        visitor.connect(address.removeprefix("ipc://"))
+        raise BrokenResourceError(f"somebody listens there already (addr={address!r})")
+
+
 def _advertised(address: str, host: str | None) -> str:
     if host is None or not address.startswith("tcp://"):
         return address
     return f"tcp://{f'[{host}]' if ':' in host else host}:{address.rpartition(':')[2]}"
 
 
-class _SocketFiles:
-    """The files of sockets at given addresses, which libzmq leaves behind; removed on exit."""
+class _SocketFile:
+    """The file of an ``ipc`` socket that is bound, which libzmq leaves behind; removed on exit."""
 
-    def __init__(self, places: Listeners) -> None:
-        addresses = (places.handshake, places.inputs, places.outputs)
-        self._addresses = [one for one in addresses if isinstance(one, str) and one.startswith("ipc://")]
+    def __init__(self, address: str) -> None:
+        self._address = address
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *exc: object) -> None:
-        for address in self._addresses:
-            with suppress(OSError):  # never bound
-                Path(address.removeprefix("ipc://")).unlink()
+        if self._address.startswith("ipc:///"):
+            Path(self._address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 class _PrivateDirectory:

@@ -35,6 +35,11 @@ _FAILED, _USAGE, _SIGNAL = 1, 2, 128
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the program's exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["frontend"]:  # typed by a program, which may know more arguments than we do
+        from anyengine.cli.frontend import serve_frontend
+
+        return serve_frontend(given[1:])
     options = parse_arguments(arguments)
     try:
         match options:

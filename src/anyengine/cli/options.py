@@ -91,6 +91,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Options:
         epilog=_EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
     )
+    # Named for the help only: `main` gives its arguments to `anyengine.cli.frontend`.
+    commands.add_parser("frontend", help="run an application of yours as the front end of `vllm serve`")
     _add_prompt_options(run)
     _add_engine_options(run)
     _add_sampling_options(run)
