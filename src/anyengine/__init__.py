@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         RequestTimeout,
         StartupTimeout,
         UtilityError,
+        UtilityRejected,
         UtilityTimeout,
         WrongLoopError,
     )
@@ -88,6 +89,7 @@ __all__ = [
     "StartupTimeout",
     "Status",
     "UtilityError",
+    "UtilityRejected",
     "UtilityTimeout",
     "VLLMEngine",
     "WrongLoopError",

@@ -133,8 +133,9 @@ class EngineCoreClient:
 
         Raises:
             EncodeError: a value cannot be encoded; nothing was sent and nothing is registered.
+            RequestRejected: the engine would not survive the request, or answer nonsense; nothing was sent.
             EngineDeadError: the engine died, or the client is closed.
-            LocalProtocolError: the request id is alive already.
+            LocalProtocolError: the request id is alive already, or was aborted (use each id once).
         """
         session = self.usable_session()
         frames = session.connection.add(request, 0, self._batch if consumer is None else consumer)
@@ -150,14 +151,14 @@ class EngineCoreClient:
         No output follows. Never raises for a dead engine: there is nothing left to abort then.
 
         Raises:
+            RequestRejected: an id is not a str; nothing has changed.
             WrongLoopError: called from another thread than the one that entered the client; nothing has changed.
         """
         session = self._session
         if session is None or session.state is ClientState.CLOSED or not hasattr(session, "connection"):
             return
         session.check_thread()
-        ids = [request_ids] if isinstance(request_ids, str) else request_ids
-        for rank, frames in session.connection.abort(ids):
+        for rank, frames in session.connection.abort(request_ids):
             # Unreachable: its connection is gone, and everything it ran with it; the supervisor says why.
             with suppress(PeerUnreachable):
                 session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
@@ -198,12 +199,15 @@ class EngineCoreClient:
 
     # ----------------------------------------------------------------- utilities
 
-    async def utility(self, method: str, *args: Any) -> Any:
+    async def utility(self, method: str, *args: Any, unchecked: bool = False) -> Any:
         """Call a named method of the engine, between two steps of its main loop, and return its result as plain data.
 
-        It is a fence: the engine has taken every request and abort sent before, in order.
+        It is a fence: the engine has taken every request and abort sent before, in order. Methods that would end the
+        engine, or silence it, are refused, and so are those that its release does not have. ``unchecked`` sends any
+        call: for engines with methods of their own, and for those who know what it does.
 
         Raises:
+            UtilityRejected: the engine has no such method, or would not survive the call; nothing was sent.
             UtilityError: the engine refused, or the method failed.
             EncodeError: an argument cannot be encoded; nothing was sent.
             EngineDeadError: the engine died, or the client is closed.
@@ -212,7 +216,7 @@ class EngineCoreClient:
         """
         session = self.usable_session()
         done = anyio.Event()
-        call, frames = session.connection.utility(method, args, 0, done.set)
+        call, frames = session.connection.utility(method, args, 0, done.set, unchecked=unchecked)
         try:
             self._send(session, 0, frames)
             await done.wait()

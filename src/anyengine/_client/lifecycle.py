@@ -28,6 +28,7 @@ from anyengine.exceptions import (
     RemoteProtocolError,
 )
 
+from .engine_limits import learn_limits
 from .session import ClientState, Session, SessionSettings
 
 __all__ = ["open_session"]
@@ -115,6 +116,7 @@ async def _start(session: Session) -> None:
         symptom = f"its connections are gone: {', '.join(sorted(session.lost_links))}"
         session.tasks.start_soon(session.own, session.bury, engine, symptom)
     await _settle_dialects(session)
+    await learn_limits(session)
 
 
 async def _settle_dialects(session: Session) -> None:

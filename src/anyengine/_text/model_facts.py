@@ -26,8 +26,9 @@ _MAX_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_leng
 class ModelFacts:
     """The facts of one model directory; ``None`` or empty where no file says anything.
 
-    ``vocab_size`` is in rows of the embedding, ``max_model_len`` in tokens. ``special_tokens`` maps names such as
-    ``"bos_token"`` to their text (``"additional_special_tokens"`` to a list of texts).
+    ``vocab_size`` is in rows of the embedding, ``hidden_size`` in columns, ``max_model_len`` in tokens.
+    ``special_tokens`` maps names such as ``"bos_token"`` to their text (``"additional_special_tokens"`` to a list of
+    texts).
     """
 
     directory: str
@@ -36,6 +37,7 @@ class ModelFacts:
     max_model_len: int | None = None
     chat_template: str | None = None
     special_tokens: Mapping[str, str | list[str]] = field(default_factory=dict)
+    hidden_size: int | None = None
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> ModelFacts:
@@ -68,6 +70,7 @@ class ModelFacts:
             max_model_len=next((n for key in _MAX_LENGTH_KEYS if (n := _positive_int(config.get(key)))), None),
             chat_template=_chat_template(directory, tokenizer_config),
             special_tokens=_special_tokens({**special_tokens_map, **tokenizer_config}),
+            hidden_size=_positive_int(config.get("hidden_size")),
         )
 
 

@@ -171,7 +171,7 @@ class Dialect:
         if self._written:
             if self.probe is not None:
                 raise LocalProtocolError(f"no request can be written for {self.releases}: call {self.probe!r} first")
-            if self._lists_features and request.mm_features:
+            if self.lists_features and request.mm_features:
                 request = msgspec.structs.replace(request, mm_features=self._listed(request.mm_features))
             request = restrict(request, self._written)
         return [RequestType.ADD.value, *encode_frames(request)]
@@ -267,6 +267,11 @@ class Dialect:
         layout = {message: last_names(rows, self.since, self.until) for message, rows in self._rows.items()}
         return decoding_types(CANONICAL, layout)
 
+    @property
+    def request_type(self) -> StructType:
+        """The struct as which these releases read a request: positions and keys are theirs."""
+        return cast(StructType, self._request.type)
+
     @cached_property
     def _request(self) -> msgspec.msgpack.Decoder[EngineCoreRequest]:
         return compile_decoder(cast(type[EngineCoreRequest], self._read.get(EngineCoreRequest, EngineCoreRequest)))
@@ -276,7 +281,8 @@ class Dialect:
         return compile_decoder(cast(type[EngineCoreOutputs], self._read.get(EngineCoreOutputs, EngineCoreOutputs)))
 
     @cached_property
-    def _lists_features(self) -> bool:
+    def lists_features(self) -> bool:
+        """Whether multi-modal items are written as arrays of elements (before 0.16); only encoders know that form."""
         return "key" in versions_of(self._rows["MultiModalFieldElem"], self.since, self.until)[0][1]
 
     def _listed(self, features: Sequence[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
