@@ -34,6 +34,7 @@ __all__ = [
     "REPETITION_RULES",
     "SAMPLING_RULES",
     "STRUCTURED_RULES",
+    "check_bias",
     "check_constraints",
     "check_repetition",
     "check_together",
@@ -43,7 +44,12 @@ _MAX_N: Final = 16384
 _MAX_BAD_WORDS: Final = 128
 
 
-def _check_bias(name: str, key: Any, value: Any) -> None:
+def check_bias(name: str, key: Any, value: Any) -> None:
+    """Refuse an entry of a logit bias that is none.
+
+    Raises:
+        RequestRejected: ``key`` is no token id, or ``value`` not finite.
+    """
     integer(0)(f"{name} key", key)
     number()(f"{name}[{key!r}]", value)
 
@@ -92,7 +98,7 @@ SAMPLING_RULES: Final[dict[str, Rule]] = {
     "spaces_between_special_tokens": flag(),
     "include_stop_str_in_output": flag(),
     "stream_interval": integer(1, optional=True),
-    "logit_bias": mapping(_check_bias),
+    "logit_bias": mapping(check_bias),
     "allowed_token_ids": integers(optional=True, empty=False),
     "extra_args": mapping(_check_extra),
     "skip_reading_prefix_cache": flag(optional=True),

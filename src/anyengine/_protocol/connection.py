@@ -82,7 +82,7 @@ class Connection:
         if request.client_index != self._client_index:
             raise LocalProtocolError(
                 f"client_index={request.client_index} is not this client's {self._client_index}: "
-                "the engine would answer elsewhere"
+                "the engine would answer elsewhere, or fall silent: leave it at ours"
             )
         dialect = self._dialect(rank)
         frames = dialect.encode_add(request)

@@ -67,7 +67,7 @@ class RequestRegistry:
                 or it was aborted not long ago.
         """
         if request_id in self.live:
-            raise LocalProtocolError(f"request id {request_id!r} is alive already")
+            raise LocalProtocolError(f"request id {request_id!r} is alive already: use another id")
         if request_id in self._aborted or request_id in self._aborted_before:
             raise LocalProtocolError(
                 f"request id {request_id!r} was aborted, and the engine may hold that against a new request of this id:"

@@ -20,6 +20,7 @@ from anyengine._param_rules import (
     REPETITION_RULES,
     SAMPLING_RULES,
     STRUCTURED_RULES,
+    check_bias,
     check_constraints,
     check_repetition,
     check_together,
@@ -46,24 +47,39 @@ POOLING_TASKS: Final = frozenset(
 STRUCTURED_BACKENDS: Final = ("xgrammar", "guidance", "outlines", "lm-format-enforcer")
 _MAX_LOGPROB_TOKEN_IDS: Final = 128  # vLLM's sampler has room for no more
 
-_WIRE_ONLY: Final[dict[str, Rule]] = {"output_kind": integer(0, 2), "output_text_buffer_length": integer(0)}
-_OTHERWISE: Final = ("prompt_logprob_token_ids",)  # a matrix on the wire
+_UNCHECKED: Final = ("extra_args", "extra_kwargs", "prompt_logprob_token_ids")  # they have no rule, or one of their own
 _TOKEN_IDS: Final = (
     "stop_token_ids", "all_stop_token_ids", "allowed_token_ids", "logprob_token_ids", "trace_decode_token_ids",
     "logit_bias",
 )  # fmt: skip
 
 
-def _off_default(struct: type[msgspec.Struct], rules: Mapping[str, Rule]) -> list[tuple[str, Any, Rule]]:
+def _check_biases(name: str, value: dict[int, float]) -> None:
+    for key, bias in value.items():
+        check_bias(name, key, bias)
+
+
+def _check_schema(name: str, value: Any) -> None:
+    if isinstance(value, str):
+        STRUCTURED_RULES["json"](name, value)
+
+
+_ON_THE_WIRE: Final[dict[str, Rule]] = {  # nothing is kept of these values: the public rules would copy mappings
+    "output_kind": integer(0, 2),
+    "output_text_buffer_length": integer(0),
+    "logit_bias": _check_biases,
+    "json": _check_schema,
+}
+
+
+def _off_default(struct: type[msgspec.Struct], rules: dict[str, Rule]) -> list[tuple[str, Any, Rule]]:
     """Each field that has a rule, with the value that needs no look."""
     defaults = {info.name: info.default for info in msgspec.structs.fields(struct)}
-    return [(name, defaults[name], rule) for name, rule in rules.items() if name in defaults]
+    rules = rules | {name: rule for name, rule in _ON_THE_WIRE.items() if name in defaults}
+    return [(name, defaults[name], rule) for name, rule in rules.items() if name in defaults and name not in _UNCHECKED]
 
 
-_SAMPLING: Final = _off_default(
-    WireSamplingParams,
-    {name: rule for name, rule in (SAMPLING_RULES | _WIRE_ONLY).items() if name not in _OTHERWISE},
-)
+_SAMPLING: Final = _off_default(WireSamplingParams, SAMPLING_RULES)
 _STRUCTURED: Final = _off_default(WireStructuredOutputs, STRUCTURED_RULES)
 _POOLING: Final = _off_default(WirePoolingParams, POOLING_RULES)
 _LORA: Final = [(name, msgspec.NODEFAULT, rule) for name, rule in LORA_RULES.items()]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
@@ -110,7 +111,7 @@ def _reject_type(error: DecodeError, request: EngineCoreRequest, kind: type[msgs
     parameter, value = _place(error.path or "", request, kind)
     why = str(error.__cause__ or error).partition(" - at ")[0]
     raise RequestRejected(
-        f"{parameter}={value!r:.100}: {why}. The engine's decoder would end over it, for everybody",
+        f"{parameter}={reprlib.repr(value)}: {why}; the engine's decoder would end over it, for everybody",
         parameter=parameter,
         value=value,
         remedy=f"give what the field is typed with: {why[0].lower()}{why[1:]}",
