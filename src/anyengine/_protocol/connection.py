@@ -120,12 +120,12 @@ class Connection:
             EncodeError: an argument cannot be encoded; nothing is registered.
             UtilityRejected: the engine has no such method, or would not survive the call; nothing is registered.
         """
+        dialect = self._dialect(rank)
+        if not unchecked:
+            check_utility(method, args, dialect, self._limits(rank), rank=rank)
         call = self.utilities.open(method, rank, on_done)
         try:
-            dialect = self._dialect(rank)
             frames = dialect.encode_utility(UtilityCall(self._client_index, call.call_id, method, list(args)))
-            if not unchecked:
-                check_utility(method, args, dialect, self._limits(rank), rank=rank)
         except BaseException:
             self.utilities.forget(call.call_id)
             raise

@@ -109,6 +109,9 @@ def _check_prompt(sent: EngineCoreRequest, limits: EngineLimits) -> int:
 
 def _reject_type(error: DecodeError, request: EngineCoreRequest, kind: type[msgspec.Struct]) -> NoReturn:
     parameter, value = _place(error.path or "", request, kind)
+    if not parameter:
+        parameter = (error.message_type or "").partition(".")[2] or "request"
+        value = getattr(request, parameter, request)
     why = str(error.__cause__ or error).partition(" - at ")[0]
     raise RequestRejected(
         f"{parameter}={reprlib.repr(value)}: {why}; the engine's decoder would end over it, for everybody",
@@ -139,7 +142,7 @@ def _place(path: str, request: Any, kind: Any) -> tuple[str, Any]:
             known, value = _step(value, step)
         if index == "..." and kind is None:
             kind = struct  # an element of a list of structs
-    return "".join(names) or "request", value
+    return "".join(names), value
 
 
 def _step(value: Any, step: str) -> tuple[bool, Any]:
