@@ -338,3 +338,12 @@ def test_an_abort_names_requests_by_str(bad: Any) -> None:
     assert list(connection.requests.live) == ["a"]
     [(_, frames)] = connection.abort("a")  # one str is one id
     assert NEWEST.decode_input(frames).request_ids == ["a"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("bad", [5, {"a": 1}, [5], [MultiModalFeatureSpec(5, "image", "id", PlaceholderRange(0, 1))]])  # type: ignore[arg-type]
+def test_features_of_wrong_types_for_releases_that_want_them_listed(bad: Any) -> None:
+    connection = Connection({0: DIALECTS[0]}, call_id_prefix=1)
+    with pytest.raises(EncodeError) as caught:
+        connection.add(request(mm_features=bad), 0, Consumer())
+    assert (caught.value.field or "").startswith("mm_features")
+    assert len(connection.requests) == 0

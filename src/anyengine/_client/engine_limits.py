@@ -36,7 +36,8 @@ async def learn_limits(session: Session) -> None:
     engine = session.settings.engine
     facts: dict[str, ModelFacts | None] = {}
     for rank, ready in session.registrations.items():
-        model_dir = getattr(engine, "model_dir", None) or session.engines[rank].model_dir
+        process = session.engines.get(rank)
+        model_dir = getattr(engine, "model_dir", None) or (process.model_dir if process is not None else None)
         if model_dir is not None and model_dir not in facts:
             facts[model_dir] = await anyio.to_thread.run_sync(_facts_of, model_dir, abandon_on_cancel=True)
         # Only vLLM's are fragile, and are asked: ours refuses one request at a time, others may not answer.

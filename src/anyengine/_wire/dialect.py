@@ -7,6 +7,7 @@ Mirrors vLLM 0.33.0 ``v1/engine/core_client.py`` and ``core.py`` (process_input_
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Final, TypeAlias, cast
@@ -172,7 +173,12 @@ class Dialect:
             if self.probe is not None:
                 raise LocalProtocolError(f"no request can be written for {self.releases}: call {self.probe!r} first")
             if self.lists_features and request.mm_features:
-                request = msgspec.structs.replace(request, mm_features=self._listed(request.mm_features))
+                try:
+                    features = self._listed(request.mm_features)
+                except (TypeError, AttributeError) as exc:  # nobody has looked at their types yet
+                    what = f"EngineCoreRequest.mm_features={reprlib.repr(request.mm_features)}"
+                    raise EncodeError(f"{what} cannot be encoded: {exc}", field="mm_features") from exc
+                request = msgspec.structs.replace(request, mm_features=features)
             request = restrict(request, self._written)
         return [RequestType.ADD.value, *encode_frames(request)]
 
