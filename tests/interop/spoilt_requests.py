@@ -71,6 +71,29 @@ def acceptable(draw: st.DrawFn) -> wire.EngineCoreRequest:
     return request
 
 
+@st.composite
+def runnable(draw: st.DrawFn, vocab_size: int) -> wire.EngineCoreRequest:
+    """A request that a small language model answers: with a few of its own tokens, or with an error of its own."""
+    request = draw(acceptable())
+    assert request.prompt_token_ids is not None
+    request.prompt_token_ids = [token % vocab_size for token in request.prompt_token_ids]
+    request.prompt_embeds = request.prompt_is_token_ids = request.lora_request = request.mm_features = None
+    request.pooling_params, request.resumable, request.abort_immediately = None, False, False
+    params = request.sampling_params = request.sampling_params or wire.WireSamplingParams()
+    params.max_tokens = min(params.max_tokens or 8, 8)
+    params.min_tokens = min(params.min_tokens, params.max_tokens)
+    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "trace_decode_token_ids"):
+        if (ids := getattr(params, name)) is not None:
+            setattr(params, name, [token % vocab_size for token in ids])
+    params.all_stop_token_ids = {token % vocab_size for token in params.all_stop_token_ids}
+    params.eos_token_id = None if params.eos_token_id is None else params.eos_token_id % vocab_size
+    if params.logit_bias is not None:
+        params.logit_bias = {token % vocab_size: bias for token, bias in params.logit_bias.items()}
+    if params.bad_words_token_ids is not None:
+        params.bad_words_token_ids = [[token % vocab_size for token in word] for word in params.bad_words_token_ids]
+    return request
+
+
 class Odd:
     """Nothing that could be sent."""
 

@@ -12,7 +12,10 @@ import anyio
 import msgspec
 import pytest
 from hurtful import MAX_MODEL_LEN, ROWS, Attempt, Collector, Elsewhere, Harmless, Refused, greedy, request, send_raw
+from spoilt_requests import runnable
+from tiny_models import VOCAB_SIZE
 from vllm_engines import make_vllm_model, one_process, tiny_vllm
+from wire_strategies import examples
 
 from anyengine import (
     EncodeError,
@@ -141,6 +144,22 @@ async def test_the_rows(client: EngineClient, sent: list[list[Any]]) -> None:
         assert await client.reset_prefix_cache()  # no request holds a block
         assert client.statistics()["requests_in_flight"] == 0
         assert client.statistics()["malformed_messages"] == 0
+
+
+@pytest.mark.feature("R54")
+async def test_whatever_is_taken_is_survived(client: EngineClient) -> None:
+    """Beyond the tables: random requests, all at once; each ends, and so well that the engine serves on as before."""
+    consumers = []
+    with anyio.fail_after(200):
+        before = await greedy(client)
+        for number, drawn in enumerate(examples(runnable(VOCAB_SIZE), 0, 60)):
+            consumers.append(Collector())
+            it = msgspec.structs.replace(drawn, request_id=f"random-{number}")
+            client.core.add(it, consumers[-1])
+        for consumer in consumers:
+            await consumer.ended.wait()
+        assert await greedy(client) == before
+        assert await client.reset_prefix_cache()
 
 
 @pytest.mark.feature("R54")
