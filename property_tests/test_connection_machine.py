@@ -123,6 +123,14 @@ class ConnectionMachine(RuleBasedStateMachine):
         with pytest.raises(LocalProtocolError):
             self.connection.add(_request(request_id), self._any_rank(data), Expected(request_id, 0, fragile=False))
 
+    @precondition(lambda self: any(expected.ends == ["aborted"] for expected in self.everyone))
+    @rule(data=st.data())
+    def add_an_aborted_id(self, data: st.DataObject) -> None:
+        aborted = [expected.request_id for expected in self.everyone if expected.ends == ["aborted"]]
+        request_id = data.draw(st.sampled_from(aborted))
+        with pytest.raises(LocalProtocolError):
+            self.connection.add(_request(request_id), self._any_rank(data), Expected(request_id, 0, fragile=False))
+
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         known = [expected.request_id for expected in self.everyone]

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         RequestTimeout,
         StartupTimeout,
         UtilityError,
+        UtilityRejected,
         UtilityTimeout,
         WrongLoopError,
     )
@@ -124,6 +125,7 @@ __all__ = [
     "StructuredOutputsParams",
     "Tensor",
     "UtilityError",
+    "UtilityRejected",
     "UtilityTimeout",
     "VLLMEngine",
     "WrongLoopError",

@@ -18,6 +18,7 @@ import msgspec
 from anyengine.exceptions import RequestRejected
 
 __all__ = [
+    "INT64_MAX",
     "INT64_MIN",
     "UINT64_MAX",
     "Rule",
@@ -36,7 +37,7 @@ __all__ = [
 
 Rule: TypeAlias = Callable[[str, Any], Any]
 
-INT64_MIN, UINT64_MAX = -(2**63), 2**64 - 1
+INT64_MIN, INT64_MAX, UINT64_MAX = -(2**63), 2**63 - 1, 2**64 - 1
 
 
 def reject(parameter: str, value: Any, problem: str, remedy: str) -> NoReturn:

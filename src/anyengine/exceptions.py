@@ -32,6 +32,7 @@ __all__ = [
     "RequestTimeout",
     "StartupTimeout",
     "UtilityError",
+    "UtilityRejected",
     "UtilityTimeout",
     "WrongLoopError",
 ]
@@ -191,6 +192,27 @@ class UtilityError(EngineError):
         self.method = method
         self.call_id = call_id
         self.rank = rank
+
+
+class UtilityRejected(UtilityError, ValueError):
+    """A call that would hurt the engine, or that it does not have: refused before anything was sent.
+
+    ``parameter``, ``value`` and ``remedy`` say what to change.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        parameter: str | None = None,
+        value: Any = None,
+        remedy: str | None = None,
+        **utility: Any,
+    ) -> None:
+        super().__init__(message, **utility)
+        self.parameter = parameter
+        self.value = value
+        self.remedy = remedy
 
 
 class UtilityTimeout(UtilityError, TimeoutError):

@@ -1,9 +1,9 @@
 """What a user asks of a request: sampling, pooling, adapters, constraints on the output.
 
-Owns names, defaults, ranges and contradictions (an engine checks nothing: a bad value ends it). Everything is refused
-here, by :class:`~anyengine.exceptions.RequestRejected`, before anything is sent. The records are frozen, and keep
-copies of what they are given. Must not know the wire. Names and defaults are those of vLLM 0.33.0, but for
-``output_kind``.
+Owns names and defaults, and the checking of a whole record (an engine checks nothing: a bad value ends it). Everything
+is refused here, by :class:`~anyengine.exceptions.RequestRejected`, before anything is sent. The rules themselves are
+in ``_param_rules``, since they hold on the wire too. The records are frozen, and keep copies of what they are given.
+Must not know the wire. Names and defaults are those of vLLM 0.33.0, but for ``output_kind``.
 """
 
 from __future__ import annotations
@@ -14,22 +14,19 @@ from typing import Any, Final
 
 import msgspec
 
-from anyengine._rules import (
-    INT64_MIN,
-    UINT64_MAX,
-    Rule,
-    apply_rules,
-    flag,
-    integer,
-    integers,
-    mapping,
-    nested_integers,
-    number,
-    record,
-    reject,
-    strings,
-    text,
+from anyengine._param_rules import (
+    LATE_CHUNKING_RULES,
+    LATE_INTERACTION_RULES,
+    LORA_RULES,
+    POOLING_RULES,
+    REPETITION_RULES,
+    SAMPLING_RULES,
+    STRUCTURED_RULES,
+    check_constraints,
+    check_repetition,
+    check_together,
 )
+from anyengine._rules import Rule, apply_rules, record, reject
 
 __all__ = [
     "LateChunkingParams",
@@ -42,8 +39,6 @@ __all__ = [
     "StructuredOutputsParams",
 ]
 
-MAX_N: Final = 16384
-MAX_BAD_WORDS: Final = 128
 _LOWEST_TEMPERATURE: Final = 0.01
 
 
@@ -75,44 +70,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        apply_rules(self, _STRUCTURED_RULES)
-        given = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
-        if len(given) != 1:
-            found = ", ".join(given) or None
-            remedy = f"give exactly one of {', '.join(_CONSTRAINTS)}"
-            reject("structured_outputs", found, "does not say what to do", remedy)
-
-
-def _json_schema(name: str, value: Any) -> Any:
-    return value if isinstance(value, str) else mapping()(name, value)
-
-
-def _choices(name: str, value: Any) -> Any:
-    if value is None:
-        return None
-    if isinstance(value, str) or not (kept := strings()(name, value)):
-        reject(name, value, "gives nothing to choose from", "use a sequence of at least one str")
-    return kept
-
-
-def _true_or_none(name: str, value: Any) -> Any:
-    if value is not None and value is not True:
-        reject(name, value, "asks for nothing", "use True, or None for another constraint")
-    return value
-
-
-_CONSTRAINTS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-_STRUCTURED_RULES: Final[dict[str, Rule]] = {
-    "json": _json_schema,
-    "regex": text(optional=True, empty=False),
-    "choice": _choices,
-    "grammar": text(optional=True, empty=False),
-    "json_object": _true_or_none,
-    "structural_tag": text(optional=True, empty=False),
-    "disable_any_whitespace": flag(),
-    "disable_additional_properties": flag(),
-    "whitespace_pattern": text(optional=True),
-}
+        apply_rules(self, STRUCTURED_RULES)
+        check_constraints(self)
 
 
 class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,19 +86,8 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True):
     min_count: int = 0
 
     def __post_init__(self) -> None:
-        apply_rules(self, _REPETITION_RULES)
-        if self.min_pattern_size > self.max_pattern_size:
-            remedy = f"use at most max_pattern_size={self.max_pattern_size}"
-            reject("min_pattern_size", self.min_pattern_size, "exceeds max_pattern_size", remedy)
-        if self.max_pattern_size and self.min_count < 2:
-            reject("min_count", self.min_count, "is no repetition", "use an int of at least 2")
-
-
-_REPETITION_RULES: Final[dict[str, Rule]] = {
-    "max_pattern_size": integer(0),
-    "min_pattern_size": integer(0),
-    "min_count": integer(0),
-}
+        apply_rules(self, REPETITION_RULES)
+        check_repetition(self)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,31 +154,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("seed", "thinking_token_budget"):
             if getattr(self, name) == -1:
                 msgspec.structs.force_setattr(self, name, None)
-        self._check_contradictions()
+        check_together(self)
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0
-
-    def _check_contradictions(self) -> None:
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            reject("min_tokens", self.min_tokens, "exceeds max_tokens", f"use at most max_tokens={self.max_tokens}")
-        if self.n > 1 and self.greedy:
-            reject("n", self.n, "asks for copies of one answer at temperature 0", "use n=1 or a temperature above 0")
-        if self.stop and not self.detokenize:
-            reject("stop", self.stop, "needs the text of the output", "use detokenize=True, or stop_token_ids")
-        self._check_log_probs()
-
-    def _check_log_probs(self) -> None:
-        if (ids := self.logprob_token_ids) is not None and self.logprobs not in (None, len(ids)):
-            reject("logprobs", self.logprobs, "contradicts logprob_token_ids", f"leave it out, or use {len(ids)}")
-        rows = self.prompt_logprob_token_ids
-        if rows is not None and not (rows and rows[0]):
-            reject("prompt_logprob_token_ids", rows, "asks for nothing", "give a row of ids for each scored position")
-        if rows is None and self.prompt_logprob_start is not None:
-            remedy = "give prompt_logprob_token_ids too, or leave it out"
-            reject("prompt_logprob_start", self.prompt_logprob_start, "has nothing to start", remedy)
 
 
 def _output_kind(name: str, value: Any) -> OutputKind:
@@ -239,66 +168,11 @@ def _output_kind(name: str, value: Any) -> OutputKind:
     return value
 
 
-def _check_bias(name: str, key: Any, value: Any) -> None:
-    integer(0)(f"{name} key", key)
-    number()(f"{name}[{key!r}]", value)
-
-
-def _check_extra(name: str, key: Any, value: Any) -> None:
-    if not isinstance(key, str):
-        reject(f"{name} key", key, f"is a {type(key).__name__}", "use str keys")
-    _check_int_sizes(f"{name}[{key!r}]", value)
-
-
-def _check_int_sizes(name: str, value: Any) -> None:
-    if isinstance(value, int) and not INT64_MIN <= value <= UINT64_MAX:
-        reject(name, value, "does not fit on the wire", "use ints of at most 64 bits, or a str")
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            _check_int_sizes(f"{name}[{key!r}]", item)
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            _check_int_sizes(f"{name}[{index}]", item)
-
-
 _SAMPLING_RULES: Final[dict[str, Rule]] = {
-    "n": integer(1, MAX_N),
-    "presence_penalty": number(-2, 2),
-    "frequency_penalty": number(-2, 2),
-    "repetition_penalty": number(above=0),
-    "temperature": number(0, 2),
-    "top_p": number(high=1, above=0),
-    "top_k": integer(-1),
-    "min_p": number(0, 1),
-    "seed": integer(optional=True),
-    "stop": strings(),
-    "stop_token_ids": integers(),
-    "bad_words": strings(most=MAX_BAD_WORDS),
-    "ignore_eos": flag(),
-    "max_tokens": integer(1, optional=True),
-    "min_tokens": integer(0),
-    "logprobs": integer(-1, optional=True),
-    "prompt_logprobs": integer(-1, optional=True),
-    "logprob_token_ids": integers(optional=True, empty=False),
-    "prompt_logprob_start": integer(0, optional=True),
-    "prompt_logprob_token_ids": nested_integers(-1, 2**31 - 1),
-    "flat_logprobs": flag(),
-    "detokenize": flag(),
-    "skip_special_tokens": flag(),
-    "spaces_between_special_tokens": flag(),
-    "include_stop_str_in_output": flag(),
+    **SAMPLING_RULES,
     "output_kind": _output_kind,
-    "stream_interval": integer(1, optional=True),
     "structured_outputs": record(StructuredOutputsParams),
-    "logit_bias": mapping(_check_bias),
-    "allowed_token_ids": integers(optional=True, empty=False),
-    "extra_args": mapping(_check_extra),
-    "skip_reading_prefix_cache": flag(optional=True),
-    "thinking_token_budget": integer(-1, optional=True),
     "repetition_detection": record(RepetitionDetectionParams),
-    "routed_experts_prompt_start": integer(0),
-    "trace_decode_token_ids": integers(optional=True),
-    "watermarking": flag(optional=True),
 }
 
 
@@ -314,9 +188,7 @@ class LateInteractionParams(msgspec.Struct, frozen=True, kw_only=True):
     query_uses: int | None = None
 
     def __post_init__(self) -> None:
-        apply_rules(
-            self, {"mode": text(empty=False), "query_key": text(empty=False), "query_uses": integer(1, optional=True)}
-        )
+        apply_rules(self, LATE_INTERACTION_RULES)
 
 
 class LateChunkingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -329,7 +201,7 @@ class LateChunkingParams(msgspec.Struct, frozen=True, kw_only=True):
     chunk_size: int
 
     def __post_init__(self) -> None:
-        apply_rules(self, {"chunk_size": integer(1)})
+        apply_rules(self, LATE_CHUNKING_RULES)
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -356,16 +228,9 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _POOLING_RULES: Final[dict[str, Rule]] = {
-    "task": text(optional=True, empty=False),
-    "dimensions": integer(1, optional=True),
-    "use_activation": flag(optional=True),
-    "step_tag_id": integer(0, optional=True),
-    "returned_token_ids": integers(optional=True),
-    "requires_token_ids": flag(),
-    "skip_reading_prefix_cache": flag(optional=True),
+    **POOLING_RULES,
     "late_interaction_params": record(LateInteractionParams),
     "late_chunking_params": record(LateChunkingParams),
-    "extra_kwargs": mapping(_check_extra),
 }
 
 
@@ -384,14 +249,4 @@ class LoRARequest(msgspec.Struct, frozen=True):
     is_3d_lora_weight: bool = False
 
     def __post_init__(self) -> None:
-        apply_rules(self, _LORA_RULES)
-
-
-_LORA_RULES: Final[dict[str, Rule]] = {
-    "lora_name": text(empty=False),
-    "lora_int_id": integer(1),
-    "lora_path": text(empty=False),
-    "base_model_name": text(optional=True),
-    "load_inplace": flag(),
-    "is_3d_lora_weight": flag(),
-}
+        apply_rules(self, LORA_RULES)

@@ -196,13 +196,13 @@ PER_ROUND = 2_000
 
 
 @cache
-def examples(strategy: st.SearchStrategy[Any], number: int) -> list[Any]:
+def examples(strategy: st.SearchStrategy[Any], number: int, count: int = PER_ROUND) -> list[Any]:
     """The values of one round, the same for every release. Nothing is asserted while they are drawn: they are judged in
     batches, in another process."""
     drawn: list[Any] = []
 
     @seed(number)
-    @settings(max_examples=PER_ROUND, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(strategy)
     def draw(value: Any) -> None:
         drawn.append(value)

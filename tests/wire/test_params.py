@@ -35,7 +35,7 @@ BAD_SAMPLING: list[tuple[str, list[Any], str]] = [
     ("top_p", [0, -0.1, 1.1, NAN, True, "0.5"], "above 0 and at most 1"),
     ("top_k", [-2, 1.5, True, "5", None], "at least -1"),
     ("min_p", [-0.1, 1.1, NAN, None], "at least 0 and at most 1"),
-    ("seed", [1.5, "7", True, 2**64, -(2**63) - 1], "int"),
+    ("seed", [1.5, "7", True, 2**63, -(2**63) - 1], "int"),
     ("stop", ["", ["a", ""], [1], 5, b"a", {"a": 1}], "none of them empty"),
     ("stop_token_ids", [[-1], [1.0], [True], ["a"], "12", 7, [2**64]], "ints of at least 0"),
     ("bad_words", ["", ["a", ""], [None], 5], "none of them empty"),
@@ -167,7 +167,7 @@ def test_other_records_refuse_bad_values(kind: Any, values: dict[str, Any], para
     [
         {"temperature": 0}, {"temperature": 2}, {"top_p": 1}, {"top_p": 1e-9}, {"min_p": 1}, {"top_k": -1},
         {"n": 16384}, {"logprobs": -1}, {"logprobs": 0}, {"max_tokens": None, "min_tokens": 99}, {"min_tokens": 16},
-        {"seed": 2**64 - 1}, {"seed": -(2**63)},
+        {"seed": 2**63 - 1}, {"seed": -(2**63)},
         {"stop": ["a", "b"]}, {"n": 2, "temperature": 0.01}, {"thinking_token_budget": -1},
         {"stop_token_ids": range(3)}, {"logit_bias": {5: -100}}, {"logit_bias": {}}, {"bad_words": ["x"] * 128},
         {"repetition_detection": RepetitionDetectionParams(max_pattern_size=4, min_pattern_size=2, min_count=2)},

@@ -32,13 +32,16 @@ class EngineCalls:
         """:attr:`session`, if new calls can be made on it."""
         raise NotImplementedError
 
-    async def utility(self, method: str, *args: Any, rank: int | None = None) -> Any:
+    async def utility(self, method: str, *args: Any, rank: int | None = None, unchecked: bool = False) -> Any:
         """Call a named method of one engine, between two steps of its main loop, and return its result as plain data.
 
         The engine is that of ``rank``, or the first one that lives. The reply is a fence: the engine has taken every
-        request and abort sent to it before, in order.
+        request and abort sent to it before, in order. Methods that would end the engine, or silence it, are refused,
+        and so are those that its release does not have. ``unchecked`` sends any call: for engines with methods of their
+        own, and for those who know what it does.
 
         Raises:
+            UtilityRejected: the engine has no such method, or would not survive the call; nothing was sent.
             UtilityError: the engine refused, or the method failed.
             EncodeError: an argument cannot be encoded; nothing was sent.
             RequestRejected: there is no such rank.
@@ -48,9 +51,11 @@ class EngineCalls:
         """
         session = self.usable_session()
         chosen = session.connection.rota.alive[0] if rank is None else session.check_rank(rank)
-        return (await _call_ranks(session, method, args, [chosen]))[chosen]
+        return (await _call_ranks(session, method, args, [chosen], unchecked=unchecked))[chosen]
 
-    async def utility_on(self, ranks: Iterable[int] | None, method: str, *args: Any) -> dict[int, Any]:
+    async def utility_on(
+        self, ranks: Iterable[int] | None, method: str, *args: Any, unchecked: bool = False
+    ) -> dict[int, Any]:
         """:meth:`utility` on several ranks, by default on all that live; their results by rank.
 
         Sent to all before any reply is awaited: some calls end on one rank only when the others have them too. Waits
@@ -64,7 +69,7 @@ class EngineCalls:
         session = self.usable_session()
         alive = session.connection.rota.alive
         chosen = alive if ranks is None else tuple(map(session.check_rank, dict.fromkeys(ranks)))
-        return await _call_ranks(session, method, args, chosen)
+        return await _call_ranks(session, method, args, chosen, unchecked=unchecked)
 
     async def ping(self, timeout_s: float = 10.0, *, rank: int | None = None) -> float:
         """Ask an engine's main loop (by default: every engine's) for a sign of life; seconds until all had answered.
@@ -98,7 +103,9 @@ class EngineCalls:
         return min(known) if len(known) == len(arities) else None
 
 
-async def _call_ranks(session: Session, method: str, args: Sequence[Any], ranks: Sequence[int]) -> dict[int, Any]:
+async def _call_ranks(
+    session: Session, method: str, args: Sequence[Any], ranks: Sequence[int], *, unchecked: bool
+) -> dict[int, Any]:
     calls: dict[int, PendingCall] = {}
     unanswered = len(ranks)
     done = anyio.Event()
@@ -112,11 +119,12 @@ async def _call_ranks(session: Session, method: str, args: Sequence[Any], ranks:
     try:
         messages = {}
         for rank in ranks:  # everything is encoded before anything is sent
-            calls[rank], messages[rank] = session.connection.utility(method, args, rank, answered)
+            calls[rank], messages[rank] = session.connection.utility(method, args, rank, answered, unchecked=unchecked)
         for rank, frames in messages.items():
             try:
                 session.send(rank, frames)
             except EngineDeadError as exc:
+                session.connection.utilities.forget(calls[rank].call_id)  # its death must not count twice
                 calls[rank].error = exc
                 answered()
         if unanswered:

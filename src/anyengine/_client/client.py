@@ -120,7 +120,7 @@ class EngineClient(EngineOperations):
                         self._core.model_dir,
                         registrations,
                         wire_id_prefix=secrets.token_hex(4),
-                        facts=EngineFacts.of(self._core.engines, registrations),
+                        facts=EngineFacts.of(self._core.engines, registrations, tasks=self._core.known_tasks),
                     )
                     desk.open(builder)
                     yield

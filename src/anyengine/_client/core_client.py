@@ -161,11 +161,11 @@ class EngineCoreClient(EngineCalls):
         the rank that has it.
 
         Raises:
-            RequestRejected: there is no such rank.
+            RequestRejected: there is no such rank; or the engine would not survive the request, or answer nonsense.
             EncodeError: a value cannot be encoded; nothing was sent and nothing is registered.
             OverloadedError: the engine reads too slowly; see :meth:`wait_room`.
             EngineDeadError: the engine died, or the client is closed.
-            LocalProtocolError: the request id is alive already.
+            LocalProtocolError: the request id is alive already, or was aborted (use each id once).
         """
         session = self.usable_session()
         connection = session.connection
@@ -202,14 +202,14 @@ class EngineCoreClient(EngineCalls):
         No output follows. Never raises for a dead engine: there is nothing left to abort then.
 
         Raises:
+            RequestRejected: an id is not a str; nothing has changed.
             WrongLoopError: called from another thread than the one that entered the client; nothing has changed.
         """
         session = self._session
         if session is None or session.state is ClientState.CLOSED or not hasattr(session, "connection"):
             return
         session.check_thread()
-        ids = [request_ids] if isinstance(request_ids, str) else request_ids
-        for rank, frames in session.connection.abort(ids):
+        for rank, frames in session.connection.abort(request_ids):
             # Unreachable: its connection is gone, and everything it ran with it; the supervisor says why.
             with suppress(PeerUnreachable):
                 session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
@@ -272,6 +272,14 @@ class EngineCoreClient(EngineCalls):
     def engines(self) -> tuple[EngineSettings, ...]:
         """What was started, one for each rank; or what was joined."""
         return self._settings.engines
+
+    @property
+    def known_tasks(self) -> frozenset[str] | None:
+        """What every engine's model can do, if all of them were asked."""
+        limits = self.session.connection.limits
+        tasks = [limits[rank].tasks if rank in limits else None for rank in self.session.ranks]
+        known = [of_rank for of_rank in tasks if of_rank is not None]
+        return frozenset.intersection(*known) if len(known) == len(tasks) else None
 
     @property
     def registrations(self) -> dict[int, EngineCoreReadyResponse | None]:

@@ -40,13 +40,18 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     tasks: frozenset[str] | None = None
 
     @classmethod
-    def of(cls, engines: Sequence[EngineSettings], registrations: Iterable[EngineCoreReadyResponse | None]) -> Self:
-        """What all of several running engines can do."""
+    def of(
+        cls,
+        engines: Sequence[EngineSettings],
+        registrations: Iterable[EngineCoreReadyResponse | None],
+        tasks: frozenset[str] | None = None,
+    ) -> Self:
+        """What all of several running engines can do; ``tasks`` is what they said, if they were asked."""
         ready = [response for response in registrations if response is not None]
         first, *others = [cls._of_one(engine, ready) for engine in engines]
         for other in others:
             first = first._and(other)
-        return first
+        return first if tasks is None else msgspec.structs.replace(first, tasks=tasks)
 
     def _and(self, other: Self) -> Self:
         """What both can do."""

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from anyengine._process.status import Status
 from anyengine._protocol import EEPNotification, FaultStatus
-from anyengine.config import EngineSettings
+from anyengine.config import AttachedEngine, EngineSettings
 
 __all__ = ["ClientState", "Notification", "SessionSettings"]
 
@@ -40,3 +40,8 @@ class SessionSettings:
     on_death: Literal["report", "cancel"]
     on_progress: Callable[[Status], None] | None
     on_notification: Callable[[Notification], Awaitable[None]] | None
+
+    def engine_of(self, rank: int) -> EngineSettings:
+        """What was started as ``rank``; or what was joined, with all its ranks."""
+        first = self.engines[0]
+        return first if isinstance(first, AttachedEngine) else self.engines[rank]

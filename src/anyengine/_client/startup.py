@@ -31,6 +31,7 @@ from anyengine.config import (
 )
 from anyengine.exceptions import EngineError, EngineStartupError, RemoteProtocolError
 
+from .engine_limits import learn_limits
 from .session import Session
 from .settings import ClientState
 
@@ -87,6 +88,7 @@ async def start_engines(session: Session) -> None:
     if deadline.cancelled_caught:
         raise _too_late(session, handshake)
     await _settle_dialects(session)
+    await learn_limits(session)
 
 
 def _be_ready(session: Session) -> None:

@@ -8,8 +8,9 @@ frames; the caller sends them without an await in between, and closes what it op
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
+from anyengine._rules import reject
 from anyengine._wire import (
     EEP_NOTIFICATION_CALL_ID,
     FAULT_STATUS_CALL_ID,
@@ -23,6 +24,8 @@ from anyengine._wire import (
 )
 from anyengine.exceptions import DecodeError, LocalProtocolError
 
+from .adapters import LoadedAdapters
+from .admission import EngineLimits, check_request, check_utility
 from .events import DeadSentinel, EEPNotification, Event, FaultStatus, MalformedMessage, UtilityReply
 from .ranks import RankRota
 from .requests import OutputConsumer, RequestRegistry
@@ -32,15 +35,25 @@ __all__ = ["Connection", "Frames"]
 
 Frames: TypeAlias = Sequence[Frame]
 
+_UNKNOWN: Final = EngineLimits.unknown()
+
 
 class Connection:
     """One client's view of its engines, from the end of the handshake on.
 
     ``dialects`` maps each rank to the dialect that its registration selected. ``client_index`` is our position among
-    the clients of these engines: the index of the output socket that answers go to.
+    the clients of these engines: the index of the output socket that answers go to. ``limits`` maps a rank to what is
+    known of its engine, and may be filled in later; what hurts every engine is refused without it.
     """
 
-    def __init__(self, dialects: Mapping[int, Dialect], *, call_id_prefix: int, client_index: int = 0) -> None:
+    def __init__(
+        self,
+        dialects: Mapping[int, Dialect],
+        *,
+        call_id_prefix: int,
+        client_index: int = 0,
+        limits: Mapping[int, EngineLimits] | None = None,
+    ) -> None:
         self.dialects: RankDialects = RankDialects(dialects)
         self.rota: RankRota = RankRota(dialects)
         self._decode = self.dialects.decode_outputs
@@ -48,6 +61,8 @@ class Connection:
         self.requests: RequestRegistry = RequestRegistry()
         self.utilities: UtilityRegistry = UtilityRegistry(call_id_prefix)
         self.malformed_messages: int = 0
+        self.limits: dict[int, EngineLimits] = dict(limits or {})
+        self.adapters: LoadedAdapters = LoadedAdapters()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -60,42 +75,63 @@ class Connection:
 
         Raises:
             EncodeError: a value cannot be encoded; nothing is registered.
-            LocalProtocolError: the id is alive already, or the request names another client's output socket.
+            RequestRejected: the engine would not survive it; nothing is registered.
+            LocalProtocolError: the id is alive already or was aborted, or the request names another client's output
+                socket.
         """
+        if not isinstance(request, EngineCoreRequest):
+            reject("request", request, f"is a {type(request).__name__}", "use an EngineCoreRequest")
         if request.client_index != self._client_index:
             raise LocalProtocolError(
                 f"client_index={request.client_index} is not this client's {self._client_index}: "
-                "the engine would answer elsewhere"
+                "the engine would answer elsewhere, or fall silent: leave it at ours"
             )
-        frames = self._dialect(rank).encode_add(request)
+        dialect = self._dialect(rank)
+        frames = dialect.encode_add(request)
+        check_request(request, frames, dialect, self._limits(rank), self.adapters.of(rank))
         self.requests.open(request.request_id, rank, consumer)
         return frames
 
-    def abort(self, request_ids: Iterable[str]) -> list[tuple[int, Frames]]:
-        """Forget the live ones among ``request_ids``; one ABORT for each rank concerned, to be sent at once."""
+    def abort(self, request_ids: str | Iterable[str]) -> list[tuple[int, Frames]]:
+        """Forget the live ones among ``request_ids``; one ABORT for each rank concerned, to be sent at once.
+
+        Raises:
+            RequestRejected: one is not a str; nothing has changed.
+        """
+        if isinstance(request_ids, str):
+            request_ids = (request_ids,)
+        elif not isinstance(request_ids, Iterable):
+            reject("request_ids", request_ids, f"is a {type(request_ids).__name__}", "use a str, or several")
+        request_ids = list(request_ids)
+        for request_id in request_ids:
+            if not isinstance(request_id, str):
+                reject("request_ids", request_id, f"is a {type(request_id).__name__}", "use the str ids of requests")
         messages: list[tuple[int, Frames]] = []
         for rank, ids in self.requests.by_rank(request_ids).items():
             messages.append((rank, self._dialect(rank).encode_abort(ids)))
             for request_id in ids:
-                self.requests.close(request_id)
+                self.requests.close(request_id, aborted=True)
         return messages
 
     def utility(
-        self, method: str, args: Sequence[Any], rank: int, on_done: Callable[[], None]
+        self, method: str, args: Sequence[Any], rank: int, on_done: Callable[[], None], *, unchecked: bool = False
     ) -> tuple[PendingCall, Frames]:
-        """Register a utility call; it and its frames.
+        """Register a utility call; it and its frames. ``unchecked``: the caller knows the engine, and what it does.
 
         Raises:
             EncodeError: an argument cannot be encoded; nothing is registered.
+            UtilityRejected: the engine has no such method, or would not survive the call; nothing is registered.
         """
+        dialect = self._dialect(rank)
+        if not unchecked:
+            check_utility(method, args, dialect, self._limits(rank), rank=rank)
         call = self.utilities.open(method, rank, on_done)
         try:
-            frames = self._dialect(rank).encode_utility(
-                UtilityCall(self._client_index, call.call_id, method, list(args))
-            )
+            frames = dialect.encode_utility(UtilityCall(self._client_index, call.call_id, method, list(args)))
         except BaseException:
             self.utilities.forget(call.call_id)
             raise
+        self.adapters.watch(call, args)
         return call, frames
 
     def utility_arity(self, method: str, rank: int) -> int | None:
@@ -145,6 +181,9 @@ class Connection:
         return MalformedMessage(
             DecodeError(f"unsolicited message with call id {output.call_id} from engine {rank}: {output.result!r:.200}")
         )
+
+    def _limits(self, rank: int) -> EngineLimits:
+        return self.limits.get(rank) or _UNKNOWN
 
     def _dialect(self, rank: int) -> Dialect:
         try:

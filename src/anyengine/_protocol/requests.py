@@ -17,6 +17,9 @@ from anyengine.exceptions import LocalProtocolError
 __all__ = ["OutputConsumer", "RequestEntry", "RequestRegistry"]
 
 
+_REMEMBERED = 8192
+
+
 class OutputConsumer(Protocol):
     """Where a request's outputs go. Both methods are synchronous and must not block."""
 
@@ -41,12 +44,17 @@ class RequestRegistry:
     """Live requests by wire id.
 
     Invariants: an id is opened at most once while it lives; after it has left (finished, aborted, failed) its outputs
-    are
-    strays: dropped and counted in ``late_outputs``.
+    are strays: dropped and counted in ``late_outputs``. An id that has finished may be used again. One that was aborted
+    may not: a vLLM engine keeps the abort until its next step, which then ends the new request without a word, and no
+    reply of the engine tells when that was (INTEROP §1). Memory is bounded: of the ids that were aborted, at least the
+    last ``_REMEMBERED`` are refused. Since only live requests are aborted, an older one can be unsafe only if the
+    engine made no step while all these others came and went.
     """
 
     live: dict[str, RequestEntry] = field(default_factory=dict)
     late_outputs: int = 0
+    _aborted: set[str] = field(default_factory=set)
+    _aborted_before: set[str] = field(default_factory=set)  # together they hold one to two times as many as we promise
 
     def __len__(self) -> int:
         return len(self.live)
@@ -55,15 +63,25 @@ class RequestRegistry:
         """Register a request, before its ADD is sent.
 
         Raises:
-            LocalProtocolError: the id is alive already; a second ADD of it would kill a vLLM engine (PROTOCOL §12).
+            LocalProtocolError: the id is alive already, and a second ADD of it would kill a vLLM engine (PROTOCOL §12);
+                or it was aborted not long ago.
         """
         if request_id in self.live:
-            raise LocalProtocolError(f"request id {request_id!r} is alive already")
+            raise LocalProtocolError(f"request id {request_id!r} is alive already: use another id")
+        if request_id in self._aborted or request_id in self._aborted_before:
+            raise LocalProtocolError(
+                f"request id {request_id!r} was aborted, and the engine may hold that against a new request of this id:"
+                " use another id"
+            )
         entry = self.live[request_id] = RequestEntry(request_id, rank, consumer)
         return entry
 
-    def close(self, request_id: str) -> RequestEntry | None:
-        """Forget a request; its entry, or ``None`` if it was not alive."""
+    def close(self, request_id: str, *, aborted: bool = False) -> RequestEntry | None:
+        """Forget a request (``aborted``: its engine is told to); its entry, or ``None`` if it was not alive."""
+        if aborted:
+            self._aborted.add(request_id)
+            if len(self._aborted) >= _REMEMBERED:
+                self._aborted_before, self._aborted = self._aborted, set()
         return self.live.pop(request_id, None)
 
     def dispatch(self, outputs: Sequence[EngineCoreOutput]) -> list[tuple[RequestEntry, Exception]]:

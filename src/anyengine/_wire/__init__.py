@@ -40,6 +40,7 @@ from .handshake import (
     decode_init,
     encode_handshake,
 )
+from .methods import HARMFUL, HARMFUL_IN_WORKERS, METHODS, OTHER_METHODS
 from .multimodal import MultiModalFeatureSpec, MultiModalField, MultiModalFieldElem, PlaceholderRange
 from .outputs import (
     EngineCoreEvent,
@@ -76,7 +77,7 @@ from .requests import (
 from .sampling import lora_to_wire, pooling_to_wire, sampling_to_wire
 from .selection import dialect_for, newer_than_known, select_dialect
 from .stats import PrefillStats, PrefixCacheStats, SchedulerStats
-from .tensors import Tensor
+from .tensors import Tensor, is_torch_dtype
 
 __all__ = [
     "COORDINATOR_READY",
@@ -84,7 +85,11 @@ __all__ = [
     "EEP_NOTIFICATION_CALL_ID",
     "ENGINE_CORE_DEAD",
     "FAULT_STATUS_CALL_ID",
+    "HARMFUL",
+    "HARMFUL_IN_WORKERS",
+    "METHODS",
     "NEWEST",
+    "OTHER_METHODS",
     "SUBSCRIBE",
     "UNSUBSCRIBE",
     "AbortRequests",
@@ -148,6 +153,7 @@ __all__ = [
     "engine_identity",
     "finish_reason_name",
     "is_engine_dead",
+    "is_torch_dtype",
     "lora_to_wire",
     "newer_than_known",
     "pooling_to_wire",

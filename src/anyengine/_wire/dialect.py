@@ -7,6 +7,7 @@ Mirrors vLLM 0.33.0 ``v1/engine/core_client.py`` and ``core.py`` (process_input_
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Final, TypeAlias, cast
@@ -171,8 +172,13 @@ class Dialect:
         if self._written:
             if self.probe is not None:
                 raise LocalProtocolError(f"no request can be written for {self.releases}: call {self.probe!r} first")
-            if self._lists_features and request.mm_features:
-                request = msgspec.structs.replace(request, mm_features=self._listed(request.mm_features))
+            if self.lists_features and request.mm_features:
+                try:
+                    features = self._listed(request.mm_features)
+                except (TypeError, AttributeError) as exc:  # nobody has looked at their types yet
+                    what = f"EngineCoreRequest.mm_features={reprlib.repr(request.mm_features)}"
+                    raise EncodeError(f"{what} cannot be encoded: {exc}", field="mm_features") from exc
+                request = msgspec.structs.replace(request, mm_features=features)
             request = restrict(request, self._written)
         return [RequestType.ADD.value, *encode_frames(request)]
 
@@ -267,6 +273,11 @@ class Dialect:
         layout = {message: last_names(rows, self.since, self.until) for message, rows in self._rows.items()}
         return decoding_types(CANONICAL, layout)
 
+    @property
+    def request_type(self) -> StructType:
+        """The struct as which these releases read a request: positions and keys are theirs."""
+        return cast(StructType, self._request.type)
+
     @cached_property
     def _request(self) -> msgspec.msgpack.Decoder[EngineCoreRequest]:
         return compile_decoder(cast(type[EngineCoreRequest], self._read.get(EngineCoreRequest, EngineCoreRequest)))
@@ -276,7 +287,8 @@ class Dialect:
         return compile_decoder(cast(type[EngineCoreOutputs], self._read.get(EngineCoreOutputs, EngineCoreOutputs)))
 
     @cached_property
-    def _lists_features(self) -> bool:
+    def lists_features(self) -> bool:
+        """Whether multi-modal items are written as arrays of elements (before 0.16); only encoders know that form."""
         return "key" in versions_of(self._rows["MultiModalFieldElem"], self.since, self.until)[0][1]
 
     def _listed(self, features: Sequence[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:

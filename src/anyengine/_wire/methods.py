@@ -1,7 +1,8 @@
 """Utility methods by release: which an engine has, and how many arguments each takes at most.
 
 Owns data only. A surplus argument is a failure reply, and an unknown method too: a client asks here before it sends.
-Adding a release means adding rows. Mirrors the public methods of vLLM's ``EngineCore``, ``EngineCoreProc`` and
+Adding a release means adding rows. What must not be called at all stands here too, with the reason: an engine looks a
+name up among all its attributes. Mirrors the public methods of vLLM's ``EngineCore``, ``EngineCoreProc`` and
 ``DPEngineCoreProc`` (``v1/engine/core.py``) that its own client calls; engines have more attributes than these.
 """
 
@@ -11,7 +12,7 @@ from typing import Final, TypeAlias
 
 from .layouts import Release
 
-__all__ = ["METHODS", "PROBES", "Arity", "arity_at"]
+__all__ = ["HARMFUL", "HARMFUL_IN_WORKERS", "METHODS", "OTHER_METHODS", "PROBES", "Arity", "arity_at"]
 
 Arity: TypeAlias = int | None
 """How many arguments at most; ``None``: there is no such method."""
@@ -49,6 +50,52 @@ METHODS: Final[dict[str, tuple[tuple[Release, Arity], ...]]] = {
     "sleep": ((_ALWAYS, 1), ((0, 17, 0), 2)),
     "wake_up": ((_ALWAYS, 1),),
 }
+
+OTHER_METHODS: Final = frozenset(("get_engine_statistics",))
+"""Of this project's own engine core, beside vLLM's."""
+
+HARMFUL: Final[dict[str, str]] = {
+    "shutdown": "it ends the engine; leave the client's block instead",
+    "run_busy_loop": "it never returns, and the engine with it",
+    "run_engine_core": "it never returns, and the engine with it",
+    "process_input_sockets": "it never returns, and the engine with it",
+    "process_output_sockets": "it never returns, and the engine with it",
+    "step": "its result cannot be encoded, and what it computed is lost to the requests",
+    "step_fn": "its result cannot be encoded, and what it computed is lost to the requests",
+    "step_with_batch_queue": "its result cannot be encoded, and what it computed is lost to the requests",
+    "post_step": "it is a part of the engine's own loop",
+    "capture_iteration_details": "its result cannot be encoded",
+    "log_error_detail": "its result cannot be encoded",
+    "startup_handshake": "the handshake is over",
+    "request_block_hasher": "it is a part of the engine's own loop",
+    "add_request": "requests are sent, with add",
+    "preprocess_add_request": "requests are sent, with add",
+    "abort_requests": "requests are aborted with abort, which the client must know of",
+}
+"""Attributes that vLLM's engine objects have and that a call would find, in any release, and why not."""
+
+HARMFUL_IN_WORKERS: Final[dict[str, str]] = {
+    "get_kv_cache_spec": "its result cannot be encoded; get_kv_cache_group_metadata tells most of it",
+    "get_kv_connector_handshake_metadata": "its result cannot be encoded",
+    "get_model": "a model cannot be encoded; get_model_inspection describes it",
+    "get_draft_model": "a model cannot be encoded",
+    "apply_model": "it takes a function, which would have to be pickled",
+    "sleep_mode_backend": "its result cannot be encoded",
+    "execute_model": "it is a part of the engine's own loop",
+    "sample_tokens": "it is a part of the engine's own loop",
+    "take_draft_token_ids": "it is a part of the engine's own loop",
+    "init_worker": "it is a part of the engine's start",
+    "init_device": "it is a part of the engine's start",
+    "load_model": "it is a part of the engine's start; reload_weights loads weights anew",
+    "determine_available_memory": "it is a part of the engine's start",
+    "initialize_from_config": "it is a part of the engine's start",
+    "initialize_cache": "it is a part of the engine's start",
+    "compile_or_warm_up_model": "it is a part of the engine's start",
+    "shutdown": "it ends the workers, and the engine with them",
+    "wait_for_comm": "it is a part of the engine's own loop",
+}
+"""Methods of vLLM's workers that collective_rpc would find, in any release, and why not. A result that cannot be
+encoded ends the engine's output thread: it lives on, mute for everybody."""
 
 PROBES: Final = ("is_scheduler_paused",)
 """Methods without arguments and without effect, whose existence tells releases apart that say nothing of themselves."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "INLINE_BELOW_BYTES",
     "Tensor",
+    "is_torch_dtype",
     "read_extension",
     "read_tensor",
     "revive_loose",
@@ -66,6 +67,11 @@ def _item_bytes(dtype: str) -> int | None:
         return known
     match = _NUMPY_DTYPE.fullmatch(dtype)
     return int(match[1]) if match else None
+
+
+def is_torch_dtype(dtype: str) -> bool:
+    """Whether ``dtype`` is spelled as torch does, and known."""
+    return dtype in _TORCH_ITEM_BYTES
 
 
 def _num_bytes(data: Frame) -> int:

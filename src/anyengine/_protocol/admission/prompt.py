@@ -1,29 +1,21 @@
-"""What a client checks of a request before anything is sent.
+"""The prompt of a request: token ids and lengths.
 
 Owns the rules that an engine does not check (PROTOCOL §12: an empty prompt, a prompt that is too long or an id outside
-the vocabulary kills a real vLLM engine for everybody). Pure functions over plain values.
+the vocabulary kills a real vLLM engine for everybody).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 
 from anyengine.exceptions import RequestRejected
 
-__all__ = ["EngineLimits", "check_prompt", "check_prompt_length", "check_token_ids", "output_budget"]
+from .limits import EngineLimits
+
+__all__ = ["check_in_vocabulary", "check_prompt", "check_prompt_length", "check_token_ids", "output_budget"]
 
 _NO_SEQUENCE = (str, bytes, bytearray, memoryview, Mapping, AbstractSet)  # iterable, but not as token ids in an order
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """The limits of a connected engine. ``max_model_len`` is in tokens, prompt and output together; ``vocab_size`` is
-    ``None`` when nobody told us."""
-
-    max_model_len: int
-    vocab_size: int | None = None
 
 
 def check_prompt(
@@ -52,7 +44,12 @@ def check_prompt(
 
 
 def check_prompt_length(
-    num_tokens: int, limits: EngineLimits, *, generates: bool = True, request_id: str | None = None
+    num_tokens: int,
+    limits: EngineLimits,
+    *,
+    parameter: str = "prompt",
+    generates: bool = True,
+    request_id: str | None = None,
 ) -> None:
     """Check the length of a prompt.
 
@@ -62,7 +59,7 @@ def check_prompt_length(
     if not num_tokens:
         raise RequestRejected(
             "the prompt is empty: an engine needs at least one token to continue from",
-            parameter="prompt",
+            parameter=parameter,
             value=[],
             remedy="give at least one token (for an unconditional sample: the model's bos token)",
             request_id=request_id,
@@ -72,7 +69,7 @@ def check_prompt_length(
         room = ", prompt and output together, so at least one token of room is needed" if generates else ""
         raise RequestRejected(
             f"the prompt has {num_tokens} tokens; the engine's max_model_len is {limits.max_model_len}{room}",
-            parameter="prompt",
+            parameter=parameter,
             value=num_tokens,
             remedy=f"shorten it to at most {longest} tokens, or start the engine with a larger max_model_len",
             request_id=request_id,
@@ -80,7 +77,7 @@ def check_prompt_length(
 
 
 def check_token_ids(
-    ids: Sequence[int], vocab_size: int | None, *, parameter: str, request_id: str | None = None
+    ids: Collection[int], vocab_size: int | None, *, parameter: str, request_id: str | None = None
 ) -> None:
     """Check that all of ``ids`` are token ids.
 
@@ -96,6 +93,17 @@ def check_token_ids(
             remedy="give plain ints (for an array: .tolist())",
             request_id=request_id,
         )
+    check_in_vocabulary(ids, vocab_size, parameter=parameter, request_id=request_id)
+
+
+def check_in_vocabulary(
+    ids: Collection[int], vocab_size: int | None, *, parameter: str, request_id: str | None = None
+) -> None:
+    """Check that all of ``ids``, which are ints, are token ids.
+
+    Raises:
+        RequestRejected: one is negative, or is not below ``vocab_size``.
+    """
     if not ids:
         return
     lowest, highest = min(ids), max(ids)

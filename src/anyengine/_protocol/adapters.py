@@ -1,0 +1,42 @@
+"""Which LoRA adapters each engine is known to have loaded.
+
+Owns the bookkeeping behind one rule of admission: a request may name an adapter only once the engine has confirmed
+that it loaded it, since an engine that loads one for a request dies if it cannot (INTEROP §3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from anyengine._wire import WireLoRARequest
+
+from .utilities import PendingCall
+
+__all__ = ["LoadedAdapters"]
+
+
+class LoadedAdapters:
+    """Rank -> adapter id -> path, as confirmed by the replies to ``add_lora``. An adapter counts as gone as soon as its
+    removal is asked for. An engine that evicts one to make room loads it again from the path that it knows."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[int, dict[int, str]] = {}
+
+    def of(self, rank: int) -> Mapping[int, str]:
+        """What the engine of ``rank`` has loaded: id -> path."""
+        return self._loaded.get(rank, {})
+
+    def watch(self, call: PendingCall, args: Sequence[Any]) -> None:
+        """Learn from a utility call that is about to be sent, and from its reply."""
+        if call.method == "remove_lora" and args:
+            self._loaded.get(call.rank, {}).pop(args[0], None)
+        elif call.method == "add_lora" and args and isinstance(args[0], WireLoRARequest):
+            adapter, on_done = args[0], call.on_done
+
+            def learn() -> None:
+                if call.error is None:
+                    self._loaded.setdefault(call.rank, {})[adapter.lora_int_id] = adapter.lora_path
+                on_done()
+
+            call.on_done = learn
