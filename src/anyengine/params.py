@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from anyengine._environment import MAX_N_SEQUENCES, MAX_NUM_BAD_WORDS
 from anyengine._rules import (
     INT64_MIN,
     UINT64_MAX,
@@ -42,8 +43,8 @@ __all__ = [
     "StructuredOutputsParams",
 ]
 
-MAX_N: Final = 16384
-MAX_BAD_WORDS: Final = 128
+MAX_N: Final = MAX_N_SEQUENCES.value()
+MAX_BAD_WORDS: Final = MAX_NUM_BAD_WORDS.value()
 _LOWEST_TEMPERATURE: Final = 0.01
 
 

@@ -33,7 +33,10 @@ print(json.dumps([sys.argv[1:], json.loads(sys.stdin.readline()), dict(os.enviro
     [
         ({"model": ""}, "model=''"),
         ({"model": Path("m")}, "must be a non-empty str"),
-        ({"model": "m", "args": ["--max-model-len", "5"]}, "mapping of vLLM's argument names"),
+        ({"model": "m", "args": "--max-model-len 5"}, "mapping of vLLM's argument names"),
+        ({"model": "m", "args": ["--max-model-len", 5]}, "mapping of vLLM's argument names"),
+        ({"model": "m", "args": ["--model=n"]}, "given twice"),
+        ({"model": "m", "args": ["--config", "vllm.yaml"]}, "a file of arguments"),
         ({"model": "m", "args": {"--max-model-len": 5}}, "max_model_len"),
         ({"model": "m", "args": {"model": "n"}}, "given twice"),
         ({"model": "m", "args": {"dtype": object()}}, r"args\['dtype'\]"),

@@ -49,7 +49,7 @@ class EngineClient(EngineOperations):
         model: str | None = None,
         *,
         engine: EngineSettings | Sequence[EngineSettings] | None = None,
-        startup_timeout_s: float = 600.0,
+        startup_timeout_s: float | None = None,
         shutdown_grace_s: float | None = None,
         liveness_timeout_s: float | None = 300.0,
         on_death: Literal["report", "cancel"] = "report",
@@ -109,7 +109,10 @@ class EngineClient(EngineOperations):
                     session.tasks.start_soon(desk.feed_streams)
                     session.tasks.start_soon(session.own, desk.abort_dropped)
                     builder = await RequestBuilder.load(
-                        self._core.model_dir, self._core.registrations.values(), wire_id_prefix=secrets.token_hex(4)
+                        self._core.model_dir,
+                        self._core.registrations.values(),
+                        wire_id_prefix=secrets.token_hex(4),
+                        text=not self._core.skips_text,
                     )
                     desk.open(builder)
                     yield

@@ -49,11 +49,17 @@ class RequestBuilder:
 
     @classmethod
     async def load(
-        cls, model_dir: str | None, registrations: Iterable[EngineCoreReadyResponse | None], wire_id_prefix: str
+        cls,
+        model_dir: str | None,
+        registrations: Iterable[EngineCoreReadyResponse | None],
+        wire_id_prefix: str,
+        *,
+        text: bool = True,
     ) -> Self:
         """Read the model's files in a worker thread.
 
         A directory without a usable tokenizer is no error: token ids go in and out; text is refused with the reason.
+        The same without ``text``, which an engine may have been told to leave to others.
 
         Raises:
             RequestRejected: ``model_dir`` is no directory, or one of its files is broken.
@@ -61,8 +67,10 @@ class RequestBuilder:
         Cancellation: returns at once; a disk that hangs keeps only its worker thread.
         """
         if model_dir is None:
-            return cls(None, None, None, registrations, wire_id_prefix)
+            return cls(None, None, None if text else _text_left_out(), registrations, wire_id_prefix)
         facts, tokenizer, trouble = await anyio.to_thread.run_sync(_read_model_dir, model_dir, abandon_on_cancel=True)
+        if not text:
+            tokenizer, trouble = None, _text_left_out()
         return cls(facts, tokenizer, trouble, registrations, wire_id_prefix)
 
     @property
@@ -131,6 +139,14 @@ class RequestBuilder:
         if not params.detokenize or self._tokenizer is None:
             return request, None
         return request, self._tokenizer.detokenizer(prompt_ids, skip_special_tokens=params.skip_special_tokens)
+
+
+def _text_left_out() -> RequestRejected:
+    return RequestRejected(
+        "the engine was started with skip_tokenizer_init: token ids go in and out, and no text",
+        parameter="prompt",
+        remedy="give token ids; or leave skip_tokenizer_init out; or describe the engine with a model_dir",
+    )
 
 
 def _read_model_dir(model_dir: str) -> tuple[ModelFacts, Tokenizer | None, RequestRejected | None]:
