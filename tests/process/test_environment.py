@@ -89,6 +89,7 @@ async def test_where_private_directories_are_made(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(base / "nowhere"))
     with pytest.raises(ValueError, match=r"VLLM_RPC_BASE_PATH=.*must be a directory that exists"):
         open_endpoints()
+    base.rmdir()
 
 
 LIMITS = """

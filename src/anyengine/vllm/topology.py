@@ -52,6 +52,8 @@ def derive_topology(arguments: UnderstoodArguments, *, is_moe: bool = False) -> 
     """
     size = arguments.data_parallel_size
     rank, local_count, balancing = _place(arguments, is_moe)
+    if size == 1 and balancing == "external":
+        raise ValueError("external load balancing needs a data_parallel_size above 1")
     local = tuple(range(rank, rank + local_count))
     if size == 1 and local_count:
         rank, local = 0, (0,)
