@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
-from anyengine.vllm.arguments import UnderstoodArguments, understand_arguments
-from anyengine.vllm.topology import check_launchable
+if TYPE_CHECKING:
+    from anyengine.vllm.arguments import UnderstoodArguments
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -114,6 +114,8 @@ class VLLMEngine(_VLLMModel, frozen=True, kw_only=True):
             if not isinstance(value, str) or not value:
                 raise ValueError(f"{name}={value!r} must be a non-empty str")
         _check_vllm_args(self.args)
+        from anyengine.vllm.topology import check_launchable  # not loaded for other engines
+
         check_launchable(self.understood)
         env: object = self.env
         if not isinstance(env, Mapping) or not all(isinstance(text, str) for item in env.items() for text in item):
@@ -122,8 +124,9 @@ class VLLMEngine(_VLLMModel, frozen=True, kw_only=True):
     @property
     def understood(self) -> UnderstoodArguments:
         """What the client understands of ``model`` and ``args``."""
-        understood = understand_arguments(self.args)
-        return msgspec.structs.replace(understood, model=self.model)
+        from anyengine.vllm.arguments import understand_arguments
+
+        return msgspec.structs.replace(understand_arguments(self.args), model=self.model)
 
 
 def _check_vllm_args(args: object) -> None:

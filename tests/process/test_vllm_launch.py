@@ -58,11 +58,26 @@ def test_secrets_are_not_in_the_error() -> None:
 @pytest.mark.anyio
 @pytest.mark.blocking_ok
 @pytest.mark.feature("F01", "F09")
-async def test_arguments_and_environment_arrive_unchanged(tmp_path: Path, private_temp_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("args", "arrive"),
+    [
+        (
+            {"max_model_len": 5, "no_such_argument": {"deep": [1, None, "é"]}},
+            {"model": "some/model", "max_model_len": 5, "no_such_argument": {"deep": [1, None, "é"]}},
+        ),
+        (
+            ["--max_model_len", "4k", "--no-such-flag.a=é", "-dp=2", "-xyz", "5"],
+            ["--model=some/model", "--max_model_len", "4k", "--no-such-flag.a=é", "-dp=2", "-xyz", "5"],
+        ),
+    ],
+    ids=["names", "strings"],
+)
+async def test_arguments_and_environment_arrive_unchanged(
+    args: Any, arrive: Any, tmp_path: Path, private_temp_dir: Path
+) -> None:
     python = tmp_path / "python"
     python.write_text(ECHO)
     python.chmod(0o755)
-    args = {"max_model_len": 5, "no_such_argument": {"deep": [1, None, "é"]}}
     engine = VLLMEngine("some/model", args=args, python=str(python), env={"HF_TOKEN": "secret"})
     child, said = launch_engine(engine, handshake_address="ipc:///h", rank=3), Transcript()
     try:
@@ -72,7 +87,7 @@ async def test_arguments_and_environment_arrive_unchanged(tmp_path: Path, privat
         child.reap()
     assert argv == [str(LAUNCHER)]  # so that no secret is in it, for one
     scratch_dir = Path(launch.pop("scratch_dir"))
-    assert launch == {"handshake_address": "ipc:///h", "rank": 3, "args": {"model": "some/model", **args}}
+    assert launch == {"handshake_address": "ipc:///h", "rank": 3, "args": arrive}
     assert env["HF_TOKEN"] == "secret"
     assert env["TMPDIR"] == env["VLLM_RPC_BASE_PATH"] == str(scratch_dir)
     assert scratch_dir.parent == private_temp_dir

@@ -6,16 +6,17 @@ Owns the public low-level client (vLLM: ``AsyncMPClient``) and the sending of co
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import anyio
 
 from anyengine._environment import ENGINE_READY_TIMEOUT_S
 from anyengine._process.status import Status
-from anyengine._protocol import OutputConsumer, UtilityReply
+from anyengine._protocol import OutputConsumer, UtilityReply, merge_registrations
 from anyengine._transport.abc import PeerUnreachable
 from anyengine._wire import (
     EngineCoreOutput,
@@ -32,7 +33,6 @@ from anyengine.exceptions import (
     EngineDeadError,
     OutputProcessingError,
 )
-from anyengine.vllm.arguments import UnderstoodArguments
 
 from .calls import EngineCalls
 from .defaults import default_grace_s, warn_of_pickles
@@ -40,7 +40,12 @@ from .lifecycle import open_session
 from .session import RankDeath, Session
 from .settings import ClientState, Notification, SessionSettings
 
+if TYPE_CHECKING:
+    from anyengine.vllm.arguments import UnderstoodArguments
+
 __all__ = ["EngineCoreClient", "OutputBatches"]
+
+_logger = logging.getLogger("anyengine.client")
 
 
 class _Batch:
@@ -137,10 +142,13 @@ class EngineCoreClient(EngineCalls):
             raise RuntimeError("this client is in use already; make another one for another block")
         self._context = context = open_session(self._settings)
         try:
-            self._session = await context.__aenter__()
+            self._session = session = await context.__aenter__()
         except BaseException:
             self._context = None
             raise
+        session.merged_registration, warning = merge_registrations(session.registrations.values())
+        if warning is not None:
+            _logger.warning("%s", warning)
         return self
 
     async def __aexit__(
@@ -257,6 +265,12 @@ class EngineCoreClient(EngineCalls):
     def registrations(self) -> dict[int, EngineCoreReadyResponse | None]:
         """What each rank reported about itself when it became ready."""
         return dict(self.session.registrations)
+
+    @property
+    def merged_registration(self) -> EngineCoreReadyResponse | None:
+        """:attr:`registrations` as if the ranks were one engine: the least ``max_model_len``, the caches' sizes added
+        up, and else what all of them agree on. ``None``: their release says nothing."""
+        return self.session.merged_registration
 
     @property
     def model_dir(self) -> str | None:
