@@ -140,8 +140,11 @@ def _check_vllm_args(args: object) -> None:
             raise ValueError("args has --model, which is given twice: it is the first parameter")
         return
     if not isinstance(args, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in args):
+        given = (
+            f"{sorted(map(str, args))}" if isinstance(args, Mapping) else f"a {type(args).__name__}"
+        )  # no values: secrets
         raise ValueError(
-            f"args={args!r} must be a mapping of vLLM's argument names to values, or a sequence of command-line "
+            f"args ({given}) must be a mapping of vLLM's argument names to values, or a sequence of command-line "
             'strings: {"max_model_len": 4096} or ["--max-model-len", "4096"]'
         )
     if "model" in args:

@@ -53,6 +53,10 @@ def test_secrets_are_not_in_the_error() -> None:
     with pytest.raises(ValueError, match="HF_TOKEN") as caught:
         VLLMEngine("m", env={"HF_TOKEN": "secret", "A": 1})  # type: ignore[dict-item]
     assert "secret" not in str(caught.value)
+    for args in (["--hf-token", "secret", 1], {"hf_token": "secret", "--x": 1}):
+        with pytest.raises(ValueError, match="mapping of vLLM's argument names") as caught:
+            VLLMEngine("m", args=args)  # type: ignore[arg-type]
+        assert "secret" not in str(caught.value)
 
 
 @pytest.mark.anyio
