@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from vllm_engines import make_vllm_model, one_process, tiny_vllm
 
 from anyengine import EngineClient, EngineStartupError, RequestRejected, SamplingParams, VLLMEngine
+from anyengine.testing._profiles import deep_profile
 from anyengine.vllm.arguments import UnderstoodArguments, understand_arguments
 from anyengine.vllm.topology import derive_topology
 
@@ -205,7 +206,7 @@ def generated(count: int) -> list[list[str]]:
 def questions(model: Path, moe_model: Path) -> dict[str, list[Any]]:
     models = {DENSE: str(model), MOE: str(moe_model)}
     return {
-        "lines": [*(line.split() for line in LINES), *generated(300)],
+        "lines": [*(line.split() for line in LINES), *generated(5000 if deep_profile() else 1500)],
         "mappings": MAPPINGS,
         "topologies": [(models[name], line.split()) for name, line in TOPOLOGIES],
     }
