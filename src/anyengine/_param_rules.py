@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from anyengine._environment import MAX_N_SEQUENCES, MAX_NUM_BAD_WORDS
 from anyengine._rules import (
     INT64_MAX,
     INT64_MIN,
@@ -40,8 +41,8 @@ __all__ = [
     "check_together",
 ]
 
-_MAX_N: Final = 16384
-_MAX_BAD_WORDS: Final = 128
+_MAX_N: Final = MAX_N_SEQUENCES.value()
+_MAX_BAD_WORDS: Final = MAX_NUM_BAD_WORDS.value()
 
 
 def check_bias(name: str, key: Any, value: Any) -> None:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
+
+if TYPE_CHECKING:
+    from anyengine.vllm.arguments import UnderstoodArguments
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -94,14 +97,16 @@ class _VLLMModel(msgspec.Struct, frozen=True):
 class VLLMEngine(_VLLMModel, frozen=True, kw_only=True):
     """An unmodified vLLM engine core, in a process of its own, run by the interpreter of an environment with vLLM.
 
-    ``model`` and ``args`` are vLLM's: ``args`` has any of its engine arguments by vLLM's own name
-    (``{"max_model_len": 4096, "speculative_config": {...}}``), as plain data, and is handed on as it is; what vLLM
-    thinks of it comes back as an :class:`~anyengine.EngineStartupError`. ``python`` is an interpreter that can import
-    vllm; by default the present one. ``env`` is added to the engine's environment. ``model_dir`` names the local
-    directory with the tokenizer, where it is another one than vLLM uses.
+    ``model`` and ``args`` are vLLM's: ``args`` has any of its engine arguments, either by vLLM's own name
+    (``{"max_model_len": 4096, "speculative_config": {...}}``), as plain data, or as the strings of its command line
+    (``["--max-model-len", "4096", "--enforce-eager"]``), and is handed on as it is; what vLLM thinks of it comes back
+    as an :class:`~anyengine.EngineStartupError`. With ``data_parallel_size=n`` it stands for n engine cores, the ranks
+    of one client. ``python`` is an interpreter that can import vllm; by default the present one. ``env`` is added to
+    the engine's environment. ``model_dir`` names the local directory with the tokenizer, where it is another one than
+    vLLM uses.
     """
 
-    args: Mapping[str, Any] = {}
+    args: Mapping[str, Any] | Sequence[str] = {}
     python: str = sys.executable or "python3"
     env: Mapping[str, str] = {}
     model_dir: str | None = None
@@ -111,22 +116,47 @@ class VLLMEngine(_VLLMModel, frozen=True, kw_only=True):
             value: object = getattr(self, name)  # msgspec does not check what a constructor is given
             if not isinstance(value, str) or not value:
                 raise ValueError(f"{name}={value!r} must be a non-empty str")
-        args: object = self.args
-        if not isinstance(args, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in args):
-            raise ValueError(
-                f"args={args!r} must be a mapping of vLLM's argument names to values: "
-                '{"max_model_len": 4096} for --max-model-len 4096'
-            )
-        if "model" in args:
-            raise ValueError(f"args['model']={args['model']!r} is given twice: it is the first parameter")
-        for name, value in args.items():
-            try:
-                msgspec.json.encode(value)
-            except (TypeError, ValueError, RecursionError) as exc:
-                raise ValueError(f"args[{name!r}]={value!r} must be plain data, which JSON can carry: {exc}") from exc
+        _check_vllm_args(self.args)
+        from anyengine.vllm.topology import check_launchable  # not loaded for other engines
+
+        check_launchable(self.understood)
         env: object = self.env
         if not isinstance(env, Mapping) or not all(isinstance(text, str) for item in env.items() for text in item):
             raise ValueError(f"the names and values of env must be str; the names are {sorted(map(str, self.env))}")
+
+    @property
+    def understood(self) -> UnderstoodArguments:
+        """What the client understands of ``model`` and ``args``."""
+        from anyengine.vllm.arguments import understand_arguments
+
+        return msgspec.structs.replace(understand_arguments(self.args), model=self.model)
+
+
+def _check_vllm_args(args: object) -> None:
+    """Refuse what is no argument of vLLM in form.
+
+    Raises:
+        ValueError: it is neither a mapping of names to plain data nor a sequence of strings; or it has the model.
+    """
+    if isinstance(args, Sequence) and not isinstance(args, str | bytes) and all(isinstance(one, str) for one in args):
+        if any(one.partition("=")[0] == "--model" for one in args):
+            raise ValueError("args has --model, which is given twice: it is the first parameter")
+        return
+    if not isinstance(args, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in args):
+        given = (
+            f"{sorted(map(str, args))}" if isinstance(args, Mapping) else f"a {type(args).__name__}"
+        )  # no values: secrets
+        raise ValueError(
+            f"args ({given}) must be a mapping of vLLM's argument names to values, or a sequence of command-line "
+            'strings: {"max_model_len": 4096} or ["--max-model-len", "4096"]'
+        )
+    if "model" in args:
+        raise ValueError(f"args['model']={args['model']!r} is given twice: it is the first parameter")
+    for name, value in args.items():
+        try:
+            msgspec.json.encode(value)
+        except (TypeError, ValueError, RecursionError) as exc:
+            raise ValueError(f"args[{name!r}]={value!r} must be plain data, which JSON can carry: {exc}") from exc
 
 
 class RemoteEngine(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,7 +33,10 @@ print(json.dumps([sys.argv[1:], json.loads(sys.stdin.readline()), dict(os.enviro
     [
         ({"model": ""}, "model=''"),
         ({"model": Path("m")}, "must be a non-empty str"),
-        ({"model": "m", "args": ["--max-model-len", "5"]}, "mapping of vLLM's argument names"),
+        ({"model": "m", "args": "--max-model-len 5"}, "mapping of vLLM's argument names"),
+        ({"model": "m", "args": ["--max-model-len", 5]}, "mapping of vLLM's argument names"),
+        ({"model": "m", "args": ["--model=n"]}, "given twice"),
+        ({"model": "m", "args": ["--config", "vllm.yaml"]}, "a file of arguments"),
         ({"model": "m", "args": {"--max-model-len": 5}}, "max_model_len"),
         ({"model": "m", "args": {"model": "n"}}, "given twice"),
         ({"model": "m", "args": {"dtype": object()}}, r"args\['dtype'\]"),
@@ -50,16 +53,35 @@ def test_secrets_are_not_in_the_error() -> None:
     with pytest.raises(ValueError, match="HF_TOKEN") as caught:
         VLLMEngine("m", env={"HF_TOKEN": "secret", "A": 1})  # type: ignore[dict-item]
     assert "secret" not in str(caught.value)
+    for args in (["--hf-token", "secret", 1], {"hf_token": "secret", "--x": 1}):
+        with pytest.raises(ValueError, match="mapping of vLLM's argument names") as caught:
+            VLLMEngine("m", args=args)  # type: ignore[arg-type]
+        assert "secret" not in str(caught.value)
 
 
 @pytest.mark.anyio
 @pytest.mark.blocking_ok
 @pytest.mark.feature("F01", "F09")
-async def test_arguments_and_environment_arrive_unchanged(tmp_path: Path, private_temp_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("args", "arrive"),
+    [
+        (
+            {"max_model_len": 5, "no_such_argument": {"deep": [1, None, "é"]}},
+            {"model": "some/model", "max_model_len": 5, "no_such_argument": {"deep": [1, None, "é"]}},
+        ),
+        (
+            ["--max_model_len", "4k", "--no-such-flag.a=é", "-dp=2", "-xyz", "5"],
+            ["--model=some/model", "--max_model_len", "4k", "--no-such-flag.a=é", "-dp=2", "-xyz", "5"],
+        ),
+    ],
+    ids=["names", "strings"],
+)
+async def test_arguments_and_environment_arrive_unchanged(
+    args: Any, arrive: Any, tmp_path: Path, private_temp_dir: Path
+) -> None:
     python = tmp_path / "python"
     python.write_text(ECHO)
     python.chmod(0o755)
-    args = {"max_model_len": 5, "no_such_argument": {"deep": [1, None, "é"]}}
     engine = VLLMEngine("some/model", args=args, python=str(python), env={"HF_TOKEN": "secret"})
     child, said = launch_engine(engine, handshake_address="ipc:///h", rank=3), Transcript()
     try:
@@ -69,7 +91,7 @@ async def test_arguments_and_environment_arrive_unchanged(tmp_path: Path, privat
         child.reap()
     assert argv == [str(LAUNCHER)]  # so that no secret is in it, for one
     scratch_dir = Path(launch.pop("scratch_dir"))
-    assert launch == {"handshake_address": "ipc:///h", "rank": 3, "args": {"model": "some/model", **args}}
+    assert launch == {"handshake_address": "ipc:///h", "rank": 3, "args": arrive}
     assert env["HF_TOKEN"] == "secret"
     assert env["TMPDIR"] == env["VLLM_RPC_BASE_PATH"] == str(scratch_dir)
     assert scratch_dir.parent == private_temp_dir

@@ -54,7 +54,7 @@ class EngineClient(EngineOperations):
         model: str | None = None,
         *,
         engine: EngineSettings | Sequence[EngineSettings] | None = None,
-        startup_timeout_s: float = 600.0,
+        startup_timeout_s: float | None = None,
         shutdown_grace_s: float | None = None,
         liveness_timeout_s: float | None = 300.0,
         max_unread_bytes: int = 256 << 20,
@@ -121,6 +121,7 @@ class EngineClient(EngineOperations):
                         registrations,
                         wire_id_prefix=secrets.token_hex(4),
                         facts=EngineFacts.of(self._core.engines, registrations, tasks=self._core.known_tasks),
+                        text=not self._core.skips_text,
                     )
                     desk.open(builder)
                     yield

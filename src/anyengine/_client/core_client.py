@@ -6,15 +6,17 @@ Owns the public low-level client (vLLM: ``AsyncMPClient``) and the sending of co
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import anyio
 
+from anyengine._environment import ENGINE_READY_TIMEOUT_S
 from anyengine._process.status import Status
-from anyengine._protocol import OutputConsumer, UtilityReply
+from anyengine._protocol import OutputConsumer, UtilityReply, merge_registrations
 from anyengine._transport.abc import PeerUnreachable
 from anyengine._wire import (
     EngineCoreOutput,
@@ -34,11 +36,17 @@ from anyengine.exceptions import (
 )
 
 from .calls import EngineCalls
+from .defaults import default_grace_s, warn_of_pickles
 from .lifecycle import open_session
 from .session import RankDeath, Session
 from .settings import ClientState, Notification, SessionSettings
 
+if TYPE_CHECKING:
+    from anyengine.vllm.arguments import UnderstoodArguments
+
 __all__ = ["EngineCoreClient", "OutputBatches"]
+
+_logger = logging.getLogger("anyengine.client")
 
 
 class _Batch:
@@ -79,9 +87,10 @@ class EngineCoreClient(EngineCalls):
         engine: what to start, or to join; the embedded engine with its default model if ``None``. Several engines of
             one model are the data-parallel ranks of one client: requests take turns, and a rank that dies takes only
             its own with it.
-        startup_timeout_s: how long the engine may take to become ready.
+        startup_timeout_s: how long the engine may take to become ready. ``None``: 600 s, or what the environment
+            variable ``VLLM_ENGINE_READY_TIMEOUT_S`` says.
         shutdown_grace_s: how long it may take to stop after SIGTERM, before SIGKILL. ``None``: 5 s, and 20 s for vLLM,
-            which has workers to end. Engines that were joined live on.
+            which has workers to end, besides its own ``shutdown_timeout``. Engines that were joined live on.
         liveness_timeout_s: how long an engine's main loop may leave a call unanswered, in a step of its work for one,
             before it is given up as stuck. ``None``: for ever.
         max_unread_bytes: how much may be on its way to one engine: sent, and not known to have been read. Beyond it,
@@ -96,7 +105,7 @@ class EngineCoreClient(EngineCalls):
         self,
         engine: EngineSettings | Sequence[EngineSettings] | None = None,
         *,
-        startup_timeout_s: float = 600.0,
+        startup_timeout_s: float | None = None,
         shutdown_grace_s: float | None = None,
         liveness_timeout_s: float | None = 300.0,
         max_unread_bytes: int = 256 << 20,
@@ -111,10 +120,13 @@ class EngineCoreClient(EngineCalls):
         if max_unread_bytes < 1:
             raise ValueError(f"max_unread_bytes={max_unread_bytes!r} must be at least 1")
         engines = _engines(engine)
+        if startup_timeout_s is None:
+            startup_timeout_s = ENGINE_READY_TIMEOUT_S.value()
+        warn_of_pickles(engines)
         self._settings = SessionSettings(
             engines=engines,
             startup_timeout_s=startup_timeout_s,
-            shutdown_grace_s=_default_grace_s(engines) if shutdown_grace_s is None else shutdown_grace_s,
+            shutdown_grace_s=default_grace_s(engines) if shutdown_grace_s is None else shutdown_grace_s,
             liveness_timeout_s=liveness_timeout_s,
             max_unread_bytes=max_unread_bytes,
             on_death=on_death,
@@ -137,10 +149,13 @@ class EngineCoreClient(EngineCalls):
             raise RuntimeError("this client is in use already; make another one for another block")
         self._context = context = open_session(self._settings)
         try:
-            self._session = await context.__aenter__()
+            self._session = session = await context.__aenter__()
         except BaseException:
             self._context = None
             raise
+        session.merged_registration, warning = merge_registrations(session.registrations.values())
+        if warning is not None:
+            _logger.warning("%s", warning)
         return self
 
     async def __aexit__(
@@ -303,11 +318,30 @@ class EngineCoreClient(EngineCalls):
         )
 
     @property
+    def merged_registration(self) -> EngineCoreReadyResponse | None:
+        """:attr:`registrations` as if the ranks were one engine: the least ``max_model_len``, the caches' sizes added
+        up, and else what all of them agree on. ``None``: their release says nothing."""
+        return self.session.merged_registration
+
+    @property
     def model_dir(self) -> str | None:
         """The local directory with the model's tokenizer and configuration, if the engine told."""
         configured = (getattr(engine, "model_dir", None) for engine in self._settings.engines)
         told = (engine.model_dir for engine in self.session.engines.values())
         return next(filter(None, (*configured, *told)), None)
+
+    @property
+    def engine_arguments(self) -> UnderstoodArguments | None:
+        """What the client understands of the engine's own arguments, if it starts one of vLLM's."""
+        first = self._settings.engines[0]
+        return first.understood if isinstance(first, VLLMEngine) else None
+
+    @property
+    def skips_text(self) -> bool:
+        """Whether the engine was started for token ids only, and nobody else named a tokenizer."""
+        arguments = self.engine_arguments
+        told = getattr(self._settings.engines[0], "model_dir", None)
+        return arguments is not None and arguments.skip_tokenizer_init and told is None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -389,7 +423,7 @@ def _engines(engine: EngineSettings | Sequence[EngineSettings] | None) -> tuple[
     """The engines, one for each rank.
 
     Raises:
-        ValueError: there is none, or an engine that is joined is not alone.
+        ValueError: there is none, or an engine that stands for several ranks is not alone.
     """
     engines = (EmbeddedEngine() if engine is None else engine,) if not isinstance(engine, Sequence) else tuple(engine)
     if not engines:
@@ -397,8 +431,10 @@ def _engines(engine: EngineSettings | Sequence[EngineSettings] | None) -> tuple[
     joined = [one for one in engines if isinstance(one, AttachedEngine)]
     if joined and len(engines) > 1:
         raise ValueError(f"{joined[0]!r} stands for all ranks of a client: it cannot be one of {len(engines)} engines")
-    return engines
-
-
-def _default_grace_s(engines: Sequence[EngineSettings]) -> float:
-    return 20.0 if any(isinstance(engine, VLLMEngine) for engine in engines) else 5.0
+    sizes = [one.understood.data_parallel_size for one in engines if isinstance(one, VLLMEngine)]
+    if max(sizes, default=1) > 1 and len(engines) > 1:
+        raise ValueError(
+            f"data_parallel_size={max(sizes)} stands for all ranks of a client: that engine cannot be one of "
+            f"{len(engines)}; leave it out"
+        )
+    return engines * max(sizes, default=1)

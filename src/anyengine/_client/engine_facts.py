@@ -67,7 +67,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def _of_one(cls, engine: EngineSettings, ready: list[EngineCoreReadyResponse]) -> Self:
-        args: Mapping[str, Any] = getattr(engine, "args", {})
+        given = getattr(engine, "args", {})
+        args: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
         structured = _section(args, "structured_outputs_config")
         slots = [response.max_loras for response in ready if response.max_loras]
         return cls(

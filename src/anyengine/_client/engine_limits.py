@@ -63,7 +63,8 @@ def _limits_of(
     *,
     is_vllm: bool,
 ) -> EngineLimits:
-    args: Mapping[str, Any] | None = engine.args if isinstance(engine, VLLMEngine) else None
+    given = engine.args if isinstance(engine, VLLMEngine) else None
+    args: Mapping[str, Any] | None = given if isinstance(given, Mapping) else None
 
     def started_with(name: str) -> bool | None:
         return None if args is None else bool(args.get(name))

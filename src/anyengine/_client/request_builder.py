@@ -74,11 +74,14 @@ class RequestBuilder:
         model_dir: str | None,
         registrations: Iterable[EngineCoreReadyResponse | None],
         wire_id_prefix: str,
+        *,
         facts: EngineFacts | None = None,
+        text: bool = True,
     ) -> Self:
         """Read the model's files in a worker thread.
 
         A directory without a usable tokenizer is no error: token ids go in and out; text is refused with the reason.
+        The same without ``text``, which an engine may have been told to leave to others.
 
         Raises:
             RequestRejected: ``model_dir`` is no directory, or one of its files is broken.
@@ -86,8 +89,10 @@ class RequestBuilder:
         Cancellation: returns at once; a disk that hangs keeps only its worker thread.
         """
         if model_dir is None:
-            return cls(None, None, None, registrations, wire_id_prefix, facts)
+            return cls(None, None, None if text else _text_left_out(), registrations, wire_id_prefix, facts)
         model, tokenizer, trouble = await anyio.to_thread.run_sync(_read_model_dir, model_dir, abandon_on_cancel=True)
+        if not text:
+            tokenizer, trouble = None, _text_left_out()
         return cls(model, tokenizer, trouble, registrations, wire_id_prefix, facts)
 
     @property
@@ -276,6 +281,14 @@ def _replayed(params: SamplingParams, room_tokens: int) -> SamplingParams:
     max_tokens = len(trace) if params.max_tokens is None else min(len(trace), params.max_tokens)
     return msgspec.structs.replace(
         params, trace_decode_token_ids=trace, max_tokens=max_tokens, min_tokens=0, ignore_eos=True, stop_token_ids=()
+    )
+
+
+def _text_left_out() -> RequestRejected:
+    return RequestRejected(
+        "the engine was started with skip_tokenizer_init: token ids go in and out, and no text",
+        parameter="prompt",
+        remedy="give token ids; or leave skip_tokenizer_init out; or describe the engine with a model_dir",
     )
 
 

@@ -82,6 +82,7 @@ class Session:
         self.ranks: tuple[int, ...] = engine_ranks(settings.engines)
         self.engines: dict[int, SupervisedEngine | AttachedRank] = {}
         self.registrations: dict[int, EngineCoreReadyResponse | None] = {}
+        self.merged_registration: EngineCoreReadyResponse | None = None
         self.deaths: dict[int, EngineDeadError] = {}
         self.rank_ended: dict[int, anyio.Event] = {rank: anyio.Event() for rank in self.ranks}
         self.feed, self.stream = anyio.create_memory_object_stream[SessionItem](math.inf)

@@ -11,10 +11,13 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from anyengine._environment import RPC_BASE_PATH, WORKER_SHUTDOWN_TIMEOUT_S
 from anyengine.config import CommandEngine, EngineLaunch, LaunchedEngine, VLLMEngine
 
 from .child import ChildProcess
@@ -40,8 +43,6 @@ def launch_engine(engine: LaunchedEngine, *, handshake_address: str, rank: int =
 
 
 _VLLM_LAUNCHER = Path(__file__).resolve().parents[1] / "vllm" / "launcher.py"  # a program, not imported here
-_VLLM_ORPHANS_GRACE_S = 5.0
-"""How long vLLM's workers may live on after their engine core: they need 2 to 4 s for an orderly end."""
 _VLLM_PATH_BYTES = 107 - len("/anyengine-xxxxxxxx/") - 36  # an ipc path, less our directory and vLLM's socket names
 
 
@@ -51,19 +52,26 @@ def _launch_vllm(engine: VLLMEngine, handshake_address: str, rank: int) -> Child
         "handshake_address": handshake_address,
         "rank": rank,
         "scratch_dir": str(scratch_dir),
-        "args": {"model": engine.model, **engine.args},
+        "args": _vllm_args(engine),
     }
     try:
         return ChildProcess(
             (engine.python, str(_VLLM_LAUNCHER)),
             stdin_line=msgspec.json.encode(launch) + b"\n",
             env=_vllm_environment(engine, scratch_dir),
-            orphans_grace_s=_VLLM_ORPHANS_GRACE_S,
+            orphans_grace_s=WORKER_SHUTDOWN_TIMEOUT_S.value({**os.environ, **engine.env}),  # they need 2 to 4 s
             scratch_dir=scratch_dir,
         )
     except BaseException:
         shutil.rmtree(scratch_dir, ignore_errors=True)
         raise
+
+
+def _vllm_args(engine: VLLMEngine) -> dict[str, Any] | list[str]:
+    """What the launcher hands on to vLLM, in the form that the user chose."""
+    if isinstance(engine.args, Mapping):
+        return {"model": engine.model, **engine.args}
+    return [f"--model={engine.model}", *engine.args]
 
 
 def _vllm_environment(engine: VLLMEngine, scratch_dir: Path) -> dict[str, str]:
@@ -80,7 +88,7 @@ def _vllm_environment(engine: VLLMEngine, scratch_dir: Path) -> dict[str, str]:
 
 def _make_scratch_dir() -> Path:
     """A private directory (mode 0700) whose path is short enough for vLLM's sockets in it."""
-    base = tempfile.gettempdir()
+    base = RPC_BASE_PATH.value() or tempfile.gettempdir()
     if len(os.fsencode(base)) > _VLLM_PATH_BYTES:
         base = "/tmp"  # noqa: S108 - mkdtemp makes it private
     return Path(tempfile.mkdtemp(prefix="anyengine-", dir=base))

@@ -4,6 +4,7 @@ from .admission import EngineLimits, check_prompt, check_prompt_length, check_to
 from .connection import Connection, Frames
 from .events import DeadSentinel, EEPNotification, Event, FaultStatus, MalformedMessage, UtilityReply
 from .handshake import EngineHandshake, FrontendHandshake, HandshakeStage
+from .registrations import merge_registrations
 from .requests import OutputConsumer, RequestEntry, RequestRegistry
 from .utilities import PendingCall, UtilityRegistry
 
@@ -28,5 +29,6 @@ __all__ = [
     "check_prompt",
     "check_prompt_length",
     "check_token_ids",
+    "merge_registrations",
     "output_budget",
 ]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, Self
 import zmq
 from anyio import BrokenResourceError
 
+from anyengine._environment import RPC_BASE_PATH
 from anyengine._transport.zmq_socket import ZmqSocket
 
 if TYPE_CHECKING:
@@ -233,8 +234,10 @@ class _PrivateDirectory:
 
 
 def _make_private_directory() -> Path:
-    """Under ``$XDG_RUNTIME_DIR`` if it will do, else under the directory for temporary files, else ``/tmp``."""
-    bases = (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp")  # noqa: S108 (mkdtemp makes it private)
+    """Under ``$VLLM_RPC_BASE_PATH``, or ``$XDG_RUNTIME_DIR``, or the directory for temporary files, or ``/tmp``: the
+    first that will do."""
+    chosen = RPC_BASE_PATH.value(), os.environ.get("XDG_RUNTIME_DIR")
+    bases = (*chosen, tempfile.gettempdir(), "/tmp")  # noqa: S108 (mkdtemp makes it private)
     trouble = "no base directory"
     for base in filter(None, bases):
         if len(os.fsencode(base)) + len("/anyengine-xxxxxxxx/h") > zmq.IPC_PATH_MAX_LEN:

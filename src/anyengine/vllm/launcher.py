@@ -85,9 +85,10 @@ def _run_engine(launch: dict[str, Any], report: Callable[..., None], host: _Host
     from vllm.v1.executor import Executor
 
     report("configuring")
-    args = AsyncEngineArgs(**_as_vllm_has_them(launch["args"], AsyncEngineArgs))
+    args = _engine_args(launch["args"], AsyncEngineArgs)
     # The context decides some defaults, such as batch sizes: they shall be those of `vllm serve`.
     config = args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    _check_ranks(config, launch["rank"])
     report("loading", model_dir=_model_dir(config, Path(launch["scratch_dir"])))
     host.engine_runs = True
     EngineCoreProc.run_engine_core(
@@ -101,6 +102,33 @@ def _run_engine(launch: dict[str, Any], report: Callable[..., None], host: _Host
     )
 
 
+def _check_ranks(config: Any, rank: int) -> None:
+    """Refuse what would start and then wait for ever: ranks that compute their experts together, in waves."""
+    size = config.parallel_config.data_parallel_size
+    if config.model_config.is_moe and (size > 1 or rank > 0):
+        raise NotImplementedError(
+            f"{config.model_config.model} is a mixture of experts: its data-parallel ranks (data_parallel_size={size}, "
+            f"this is rank {rank}) run in waves, which need a coordinator, and this client has none yet. Start one "
+            "engine, with tensor_parallel_size and enable_expert_parallel for more devices"
+        )
+
+
+def _engine_args(args: dict[str, Any] | list[str], engine_args: Any) -> Any:
+    """vLLM's engine arguments, from names and values or from the strings of a command line."""
+    if isinstance(args, dict):
+        return engine_args(**_as_vllm_has_them(args, engine_args))
+    return engine_args.from_cli_args(_parser(engine_args).parse_args(args))
+
+
+def _parser(engine_args: Any) -> Any:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    # No abbreviations: the client, which has to understand some flags, does not know what one may stand for.
+    parser = engine_args.add_cli_args(FlexibleArgumentParser(add_help=False, allow_abbrev=False))
+    parser.error = _refuse  # instead of leaving the process
+    return parser
+
+
 def _as_vllm_has_them(args: dict[str, Any], engine_args: Any) -> dict[str, Any]:
     """``args``, where a map becomes the config object that vLLM's own command line would make of its JSON.
 
@@ -109,10 +137,7 @@ def _as_vllm_has_them(args: dict[str, Any], engine_args: Any) -> dict[str, Any]:
     maps = {name: value for name, value in args.items() if isinstance(value, dict)}
     if not maps:
         return args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = engine_args.add_cli_args(FlexibleArgumentParser())
-    parser.error = _refuse  # instead of leaving the process
+    parser = _parser(engine_args)
     converted = {}
     for name, value in maps.items():
         found, unknown = parser.parse_known_args([f"--{name.replace('_', '-')}", json.dumps(value)])
