@@ -100,6 +100,8 @@ async def test_the_end_wakes_those_who_wait(end: str) -> None:
 
                 for _ in range(3):
                     tasks.start_soon(submit)
+                while client.statistics()["requests_in_flight"] == 0:
+                    await anyio.lowlevel.checkpoint()
                 await anyio.wait_all_tasks_blocked()
                 assert client.statistics()["requests_in_flight"] == 1
                 if end == "death":

@@ -234,8 +234,9 @@ def loses_link(peer: Peer, link: str) -> None:
 
 
 def deaf_ears(peer: Peer) -> None:
-    """Becomes ready, and takes no notice of anything."""
+    """Takes no notice of anything but the first request."""
     peer.start()
+    peer.receive()
     signal.pause()
 
 

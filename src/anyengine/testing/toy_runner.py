@@ -47,6 +47,9 @@ class ToyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     hang_on_load: bool = False
 
 
+_SCORES = ("logprobs", "prompt_logprobs", "logprob_token_ids")
+
+
 def next_token(seed: int, tokens: Sequence[int], vocab_size: int) -> int:
     """The token after ``tokens``."""
     return zlib.crc32(array("q", tokens).tobytes(), seed) % vocab_size
@@ -77,7 +80,7 @@ class ToyRunner:
     def start(self, seq: SequenceState) -> None:
         if seq.request_id in self._num_cached_tokens:
             raise RuntimeError(f"{seq.request_id!r} was started twice")
-        if seq.sampling.logprobs is not None or seq.sampling.prompt_logprobs is not None:
+        if any(getattr(seq.sampling, name) is not None for name in _SCORES):
             raise ValueError("the toy has no log-probabilities")
         self._num_cached_tokens[seq.request_id] = 0
 
