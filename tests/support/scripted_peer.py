@@ -499,6 +499,29 @@ def adapters(peer: Peer, path: str) -> None:
                 peer.send_tokens(payload[0], [7], 1)
 
 
+def strict_references(peer: Peer) -> None:
+    """Fails each request that refers to what it was not given: an adapter that no add_lora brought (every other one of
+    these fails), a feature without its data (which is forgotten at once). Others get one token."""
+    peer.start()
+    adapters: set[int] = set()
+    calls = 0
+    while True:
+        kind, payload = peer.receive()
+        if kind == b"\x03":
+            calls += payload[2] == "add_lora"
+            failed = payload[2] == "add_lora" and calls % 2 == 1
+            if payload[2] == "add_lora" and not failed:
+                adapters.add(payload[3][0][1])
+            if payload[2] == "remove_lora":
+                adapters.discard(payload[3][0])
+            failure = "Call to add_lora method failed: try again" if failed else None
+            peer.outputs.send(pack([0, [], None, 0.0, [payload[1], failure, None if failed else [None, True]]]))
+        elif kind == b"\x00":
+            unknown = payload[6] is not None and payload[6][1] not in adapters
+            unknown |= any(feature["data"] is None for feature in payload[2] or ())
+            peer.send_tokens(payload[0], [] if unknown else [7], 3 if unknown else 1)
+
+
 BEHAVIOURS = {name: value for name, value in globals().copy().items() if inspect.isfunction(value)}
 
 if __name__ == "__main__":
