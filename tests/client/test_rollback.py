@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,8 @@ async def cancelled_at(step: int, client: EngineClient, **fields: Any) -> None:
     async with anyio.create_task_group() as tasks:
 
         async def attempt() -> None:
-            try:
+            with suppress(RequestRejected):
                 await answer(client, **fields)
-            except RequestRejected:
-                pass
 
         tasks.start_soon(attempt)
         for _ in range(step):
