@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import zmq
 from engines import RUNNER
 from mutations import FRAMES, INCOMING, OUTGOING, UTILITY, Message, memory
 
@@ -130,28 +131,20 @@ def _hello(**fields: Any) -> None:
 
 def _greet_with(before: bytes | None, after: bytes | None) -> None:
     """Say more on the handshake socket, before HELLO or after INIT."""
-    greet = server._greet
+    greet, send = server._greet, zmq.Socket.send
 
-    class Socket:
-        """Says ``before`` first."""
+    def say(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        if before is not None and b"HELLO" in bytes(data):
+            send(self, before)
+        return send(self, data, *args, **kwargs)
 
-        def __init__(self, socket: Any) -> None:
-            self._socket = socket
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._socket, name)
-
-        def send(self, frame: bytes) -> None:
-            for part in filter(None, (before, frame)):
-                self._socket.send(part)
-
-    def greet_more(socket: Any, handshake: Any, launch: Any) -> Any:
-        addresses = greet(Socket(socket), handshake, launch)
+    def greet_more(socket: Any, *args: Any, **kwargs: Any) -> Any:
+        greeted = greet(socket, *args, **kwargs)
         if after is not None:
             socket.send(after)
-        return addresses
+        return greeted
 
-    server._greet = greet_more
+    server._greet, zmq.Socket.send = greet_more, say
 
 
 def _registers(*, twice: bool) -> None:
@@ -228,7 +221,7 @@ FAULTS = {
     "": lambda: None,
     "wrong identity": lambda: setattr(server, "engine_identity", lambda rank: b"\x00\x01"),
     "hello without headless": lambda: _hello(local=True),
-    "not local": lambda: EngineHandshake.__init__.__kwdefaults__.update(local=False, headless=True),
+    "not local": lambda: setattr(server, "EngineHandshake", lambda **_: EngineHandshake(local=False, headless=True)),
     "early ready": lambda: _greet_with(READY, None),
     "surplus handshake": lambda: _greet_with(None, msgspec.msgpack.encode({"status": "LOADING"})),
     "registers twice": lambda: _registers(twice=True),

@@ -100,7 +100,7 @@ def _(client: int, message: Message) -> list[Sent]:
 def _(client: int, message: Message) -> list[Sent]:
     running = [copy(output) for output in message.outputs if output.finish_reason is None]
     for output in running:
-        output.new_token_ids, output.prefill_stats = [], None
+        output.new_token_ids, output.prefill_stats, output.events = [], None, None
     return [*([(client, _with(message, outputs=running))] if running else []), (client, message)]
 
 
