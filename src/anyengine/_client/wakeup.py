@@ -8,13 +8,15 @@ a parker is reusable and makes one future (asyncio) or nothing (trio) for each w
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from functools import cache
 from threading import get_ident
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from anyengine.exceptions import WrongLoopError
+
+if TYPE_CHECKING:
+    import asyncio
 
 __all__ = ["Parker", "make_parker"]
 
@@ -68,7 +70,7 @@ def make_parker() -> Parker:
     trio = sys.modules.get("trio")
     if trio is not None and trio.lowlevel.in_trio_run():
         return _trio_parker_class()()
-    return _AsyncioParker(asyncio.get_running_loop())
+    return _AsyncioParker(sys.modules["asyncio"].get_running_loop())  # not ours to import: a program on trio has none
 
 
 @cache
