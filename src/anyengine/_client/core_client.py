@@ -61,6 +61,9 @@ class _Batch:
     def fail(self, error: BaseException) -> None:
         """Nothing to do: whoever iterates the batches gets the error."""
 
+    def aborted(self) -> None:
+        """Nothing to do: whoever aborts by wire id knows."""
+
 
 class OutputBatches:
     """An asynchronous iterator over the output batches of a client. It never ends by itself; it raises what ended

@@ -135,8 +135,6 @@ class RequestDesk:
     def abort(self, states: Sequence[RequestState]) -> None:
         """Abort requests in the engine and give their consumers the final item. Synchronous."""
         self._core.abort([state.wire_id for state in states])
-        for state in states:
-            state.finish_aborted()
 
     def live(self) -> list[RequestState]:
         """The requests that have not ended."""
