@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,8 @@ from anyengine import (
     SamplingParams,
     StructuredOutputsParams,
     Tensor,
-    VLLMEngine,
 )
-from anyengine._client.engine_facts import EngineFacts
+from anyengine._client.engine_limits import limits_of
 from anyengine._client.prompts import take_embeddings
 from anyengine._client.request_builder import RequestBuilder
 from anyengine._text import ModelFacts, Tokenizer
@@ -40,28 +40,13 @@ EMBEDS = np.ones((3, 4), np.float32)
 def builder(
     *, tokenizer: Tokenizer | None = None, tasks: frozenset[str] = GENERATE, model: ModelFacts = MODEL, **args: Any
 ) -> RequestBuilder:
-    facts = EngineFacts.of(CommandEngine(argv=("x",), args=args), [READY])
-    made = RequestBuilder(model, tokenizer, None, [READY], "p", facts)
-    made.tasks = tasks
-    return made
+    limits = limits_of(READY, CommandEngine(argv=("x",), args=args), model)
+    return RequestBuilder(model, tokenizer, None, dataclasses.replace(limits, tasks=tasks), "p")
 
 
 def build(made: RequestBuilder, prompt: Any = (1, 2, 3), params: Any = None, **fields: Any) -> EngineCoreRequest:
     prepared = prompt if isinstance(prompt, tuple) else take_embeddings(prompt)
     return made.build(prepared, params or SamplingParams(), "label", fields)[0]
-
-
-def test_what_an_engine_says_of_itself_and_what_it_was_started_with() -> None:
-    assert EngineFacts.of(CommandEngine(argv=("x",)), [None]) == EngineFacts()
-    args = {"max_logprobs": 5, "enable_prompt_embeds": True, "skip_tokenizer_init": True, "reasoning_parser": "x"}
-    facts = EngineFacts.of(VLLMEngine("m", args=args), [READY])
-    assert (facts.max_logprobs, facts.prompt_embeds, facts.tokenizer, facts.reasoning) == (5, True, False, True)
-    assert (facts.priorities, facts.lora, facts.max_loras) == (False, True, 2)
-    no_lora = EngineCoreReadyResponse(max_model_len=32, supports_lora=False)
-    assert EngineFacts.of(VLLMEngine("m", args={"scheduling_policy": "priority"}), [READY, no_lora]).lora is False
-    section = {"structured_outputs_config": {"backend": "guidance", "reasoning_parser": "x"}}
-    facts = EngineFacts.of(VLLMEngine("m", args=section), [])
-    assert (facts.structured_outputs_backend, facts.reasoning) == ("guidance", True)
 
 
 # --------------------------------------------------------------------- sampling

@@ -20,7 +20,7 @@ from anyengine.outputs import PoolingOutput
 from anyengine.params import PoolingParams, SamplingParams
 
 from .core_client import EngineCoreClient
-from .engine_facts import EngineFacts
+from .engine_limits import common_limits
 from .liveness import PROBE
 from .operations import EngineOperations
 from .pooling import encode_once
@@ -115,12 +115,10 @@ class EngineClient(EngineOperations):
                 try:
                     session.tasks.start_soon(desk.feed_streams)
                     session.tasks.start_soon(session.own, desk.abort_dropped)
-                    registrations = list(self._core.registrations.values())
                     builder = await RequestBuilder.load(
                         self._core.model_dir,
-                        registrations,
+                        common_limits(session),
                         wire_id_prefix=secrets.token_hex(4),
-                        facts=EngineFacts.of(self._core.engines, registrations, tasks=self._core.known_tasks),
                         text=not self._core.skips_text,
                     )
                     desk.open(builder)

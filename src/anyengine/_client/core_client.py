@@ -7,7 +7,7 @@ Owns the public low-level client (vLLM: ``AsyncMPClient``) and the sending of co
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
@@ -292,14 +292,6 @@ class EngineCoreClient(EngineCalls):
         return self._settings.engines
 
     @property
-    def known_tasks(self) -> frozenset[str] | None:
-        """What every engine's model can do, if all of them were asked."""
-        limits = self.session.connection.limits
-        tasks = [limits[rank].tasks if rank in limits else None for rank in self.session.ranks]
-        known = [of_rank for of_rank in tasks if of_rank is not None]
-        return frozenset.intersection(*known) if len(known) == len(tasks) else None
-
-    @property
     def registrations(self) -> dict[int, EngineCoreReadyResponse | None]:
         """What each rank reported about itself when it became ready."""
         return dict(self.session.registrations)
@@ -318,6 +310,7 @@ class EngineCoreClient(EngineCalls):
                 rank: None if ready is None else dict(ready.received) for rank, ready in session.registrations.items()
             },
             model_dir=self.model_dir,
+            args=args if isinstance(args := getattr(self.engines[0], "args", {}), Mapping) else {},
         )
 
     @property
@@ -335,9 +328,9 @@ class EngineCoreClient(EngineCalls):
 
     @property
     def engine_arguments(self) -> UnderstoodArguments | None:
-        """What the client understands of the engine's own arguments, if it starts one of vLLM's."""
+        """What the client understands of the engine's own arguments; ``None``: nobody told, or it has none."""
         first = self._settings.engines[0]
-        return first.understood if isinstance(first, VLLMEngine) else None
+        return None if isinstance(first, EmbeddedEngine) else first.understood
 
     @property
     def skips_text(self) -> bool:

@@ -12,11 +12,10 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
+from anyengine._protocol import EngineLimits
 from anyengine._text import ModelFacts
 from anyengine.exceptions import RequestRejected
 from anyengine.params import PoolingParams
-
-from .engine_facts import EngineFacts
 
 __all__ = ["POOLING_TASKS", "settle_pooling"]
 
@@ -33,17 +32,16 @@ _STEP_PARAMETERS: Final = ("step_tag_id", "returned_token_ids")
 
 def settle_pooling(
     params: PoolingParams,
-    facts: EngineFacts,
-    tasks: frozenset[str] | None,
+    limits: EngineLimits,
     model: ModelFacts | None,
     label: str,
 ) -> PoolingParams:
-    """``params`` with everything filled that the engine needs. ``tasks`` are the engine's; ``None``: it does not say.
+    """``params`` with everything filled that the engine needs. ``limits`` are the engine's.
 
     Raises:
         RequestRejected: the engine cannot do it.
     """
-    task = _task(params, tasks, label)
+    task = _task(params, limits.tasks, label)
     changes: dict[str, Any] = {"task": task}
     if task == "plugin" or task in _PARAMETERS:
         # From a cached prefix, its tokens would have no output.
@@ -55,12 +53,12 @@ def settle_pooling(
     if params.dimensions is not None and "dimensions" not in known:
         _refuse("dimensions", params.dimensions, f"means nothing for the task {task!r}", "leave it out", label)
     for name in known:
-        changes[name] = _either(getattr(params, name), facts.pooler.get(name))
+        changes[name] = _either(getattr(params, name), limits.pooler.get(name))
     changes["use_activation"] = _either(changes["use_activation"], True)
     _check_dimensions(changes.get("dimensions"), model, label)
     for name in _STEP_PARAMETERS:
-        if facts.pooler.get("tok_pooling_type", facts.pooler.get("pooling_type")) == "STEP":
-            changes[name] = _either(getattr(params, name), facts.pooler.get(name))
+        if limits.pooler.get("tok_pooling_type", limits.pooler.get("pooling_type")) == "STEP":
+            changes[name] = _either(getattr(params, name), limits.pooler.get(name))
         elif (value := getattr(params, name)) is not None:
             _refuse(name, value, "is for models that pool steps", "leave it out", label)
     return msgspec.structs.replace(params, **changes)

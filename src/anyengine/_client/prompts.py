@@ -45,26 +45,25 @@ class Embeddings(msgspec.Struct, frozen=True):
     token_ids: Sequence[int] | None = None
     is_token_ids: Sequence[bool] | None = None
 
-    def check(
-        self, limits: EngineLimits, *, enabled: bool, hidden_size: int | None, generates: bool, label: str
-    ) -> tuple[list[int] | None, list[bool] | None]:
+    def check(self, limits: EngineLimits, *, generates: bool, label: str) -> tuple[list[int] | None, list[bool] | None]:
         """The token ids and their marks, for a mixed prompt.
 
         Raises:
             RequestRejected: the engine does not take embeddings, or not these.
         """
-        if not enabled:
+        if not limits.prompt_embeds:
             # It would answer something meaningless.
             _refuse(
                 self.tensor.shape, "the engine takes no embeddings", "start it with enable_prompt_embeds=True", label
             )
-        if hidden_size is None:
+        if limits.hidden_size is None:
             _refuse(
                 self.tensor.shape, "the model's hidden size is unknown", "describe the engine with a model_dir", label
             )
         num_tokens, width = self.tensor.shape
-        if width != hidden_size:
-            _refuse(self.tensor.shape, "the rows have a wrong length", f"use rows of {hidden_size} numbers", label)
+        if width != limits.hidden_size:
+            remedy = f"use rows of {limits.hidden_size} numbers"
+            _refuse(self.tensor.shape, "the rows have a wrong length", remedy, label)
         check_prompt_length(num_tokens, limits, generates=generates, request_id=label)
         if (self.token_ids is None) != (self.is_token_ids is None):
             _refuse(self.is_token_ids, "ids or marks alone say nothing", "give both", label)

@@ -6,8 +6,9 @@ byte. Sends nothing and registers nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -17,7 +18,6 @@ import msgspec
 from anyengine._protocol import EngineLimits, check_prompt, output_budget
 from anyengine._text import Detokenizer, ModelFacts, Tokenizer, settle_structured_outputs, tokenize_bad_words
 from anyengine._wire import (
-    EngineCoreReadyResponse,
     EngineCoreRequest,
     WirePoolingParams,
     WireSamplingParams,
@@ -29,7 +29,6 @@ from anyengine.exceptions import RequestRejected
 from anyengine.outputs import TokenDecoder
 from anyengine.params import PoolingParams, SamplingParams
 
-from .engine_facts import EngineFacts
 from .pooling_checks import POOLING_TASKS, settle_pooling
 from .prompts import Embeddings, Prompt, is_embeddings, take_embeddings
 from .request_fields import RequestFields, check_fields
@@ -39,7 +38,6 @@ __all__ = ["RequestBuilder", "num_prompt_tokens"]
 
 _INLINE_TOKENIZE_CHARS = 16_384  # a few ms of a fast tokenizer; longer texts go to a worker thread
 _INLINE_COPY_BYTES = 1 << 20  # a few ms of looking through embeddings
-_NO_LIMIT_TOKENS = 1 << 31
 
 
 class RequestBuilder:
@@ -50,32 +48,25 @@ class RequestBuilder:
         model: ModelFacts | None,
         tokenizer: Tokenizer | None,
         trouble: RequestRejected | None,
-        registrations: Iterable[EngineCoreReadyResponse | None],
+        limits: EngineLimits,
         wire_id_prefix: str,
-        facts: EngineFacts | None = None,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._trouble = trouble
         self._wire_id_prefix = wire_id_prefix
         self._count = 0
-        vocab_size = tokenizer.vocab_size if tokenizer else model.vocab_size if model else None
         self._eos_token_ids = tokenizer.eos_token_ids if tokenizer else model.eos_token_ids if model else ()
-        lengths = [ready.max_model_len for ready in registrations if ready is not None]
-        self.limits = EngineLimits(max_model_len=min(lengths, default=_NO_LIMIT_TOKENS), vocab_size=vocab_size)
-        self.facts: EngineFacts = facts or EngineFacts()
-        self.tasks: frozenset[str] | None = self.facts.tasks
-        """What the engine can do; ``None``: it does not say (yet)."""
+        self.take_limits(limits)
         self._backend: str | None = None
 
     @classmethod
     async def load(
         cls,
         model_dir: str | None,
-        registrations: Iterable[EngineCoreReadyResponse | None],
+        limits: EngineLimits,
         wire_id_prefix: str,
         *,
-        facts: EngineFacts | None = None,
         text: bool = True,
     ) -> Self:
         """Read the model's files in a worker thread.
@@ -89,11 +80,17 @@ class RequestBuilder:
         Cancellation: returns at once; a disk that hangs keeps only its worker thread.
         """
         if model_dir is None:
-            return cls(None, None, None if text else _text_left_out(), registrations, wire_id_prefix, facts)
+            return cls(None, None, None if text else _text_left_out(), limits, wire_id_prefix)
         model, tokenizer, trouble = await anyio.to_thread.run_sync(_read_model_dir, model_dir, abandon_on_cancel=True)
         if not text:
             tokenizer, trouble = None, _text_left_out()
-        return cls(model, tokenizer, trouble, registrations, wire_id_prefix, facts)
+        return cls(model, tokenizer, trouble, limits, wire_id_prefix)
+
+    def take_limits(self, limits: EngineLimits) -> None:
+        """Go by ``limits``, which are those of every engine, from now on."""
+        if limits.vocab_size is None and self._tokenizer is not None:
+            limits = dataclasses.replace(limits, vocab_size=self._tokenizer.vocab_size)
+        self.limits: EngineLimits = limits
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -188,8 +185,6 @@ class RequestBuilder:
             return
         request.prompt_token_ids, request.prompt_is_token_ids = prompt.check(
             self.limits,
-            enabled=self.facts.prompt_embeds,
-            hidden_size=self._model.hidden_size if self._model else None,
             generates=generates,
             label=label,
         )
@@ -198,9 +193,8 @@ class RequestBuilder:
     def _put_fields(self, request: EngineCoreRequest, fields: RequestFields) -> None:
         if not fields:
             return
-        checked: dict[str, Any] = check_fields(
-            fields, self.facts, multimodal=self._model.multimodal if self._model else None
-        )
+        multimodal = self._model.multimodal if self._model else None
+        checked: dict[str, Any] = check_fields(fields, self.limits, multimodal=multimodal)
         if (adapter := checked.pop("lora_request", None)) is not None:
             request.lora_request = lora_to_wire(adapter)
             request.lora_request.load_inplace = False  # done, once, before; vLLM would load it again in every step
@@ -222,20 +216,20 @@ class RequestBuilder:
                 )
 
     def _pooling(self, params: PoolingParams, label: str) -> WirePoolingParams:
-        return pooling_to_wire(settle_pooling(params, self.facts, self.tasks, self._model, label))
+        return pooling_to_wire(settle_pooling(params, self.limits, self._model, label))
 
     def _sampling(self, params: SamplingParams, request: EngineCoreRequest) -> WireSamplingParams:
-        label, facts, limits = request.external_req_id, self.facts, self.limits
+        label, limits = request.external_req_id, self.limits
         assert label is not None
-        if self.tasks is not None and self.tasks and self.tasks.issubset(POOLING_TASKS):
+        if limits.tasks and limits.tasks.issubset(POOLING_TASKS):
             raise RequestRejected(
-                f"the engine serves a model that does not generate; it can do {', '.join(sorted(self.tasks))}",
+                f"the engine serves a model that does not generate; it can do {', '.join(sorted(limits.tasks))}",
                 parameter="sampling_params",
                 value=params,
                 remedy="use encode()",
             )
         num_tokens, embeds = num_prompt_tokens(request), request.prompt_embeds is not None
-        check_sampling(params, facts, limits, num_prompt_tokens=num_tokens, embeds=embeds, label=label)
+        check_sampling(params, limits, num_prompt_tokens=num_tokens, embeds=embeds, label=label)
         bad_words_token_ids = tokenize_bad_words(self.tokenizer, params.bad_words) if params.bad_words else ()
         params, backend = self._constrained(params)
         if params.trace_decode_token_ids:
@@ -253,7 +247,7 @@ class RequestBuilder:
     def _constrained(self, params: SamplingParams) -> tuple[SamplingParams, str]:
         if params.structured_outputs is None:
             return params, ""
-        if not self.facts.tokenizer:
+        if not self.limits.tokenizer:
             raise RequestRejected(
                 "structured_outputs: the engine has no tokenizer, which it takes to enforce them",
                 parameter="structured_outputs",
@@ -261,7 +255,7 @@ class RequestBuilder:
                 remedy="start the engine without skip_tokenizer_init",
             )
         settled, backend = settle_structured_outputs(
-            params.structured_outputs, self.facts.structured_outputs_backend, self._backend
+            params.structured_outputs, self.limits.structured_outputs_backend, self._backend
         )
         if settled is not params.structured_outputs:
             params = msgspec.structs.replace(params, structured_outputs=settled)

@@ -29,6 +29,7 @@ from anyengine.params import PoolingParams, SamplingParams
 
 from .core_client import EngineCoreClient
 from .dropped import DroppedRequests
+from .engine_limits import common_limits
 from .prompts import Embeddings, Prompt
 from .readiness import EngineReadiness
 from .request_builder import RequestBuilder, num_prompt_tokens
@@ -84,13 +85,14 @@ class RequestDesk:
         """
         self._core.usable_session()
         builder = self.builder
-        if builder.tasks is None:
-            await self._readiness.learn_tasks(builder)
+        if builder.limits.tasks is None:
+            await self._readiness.learn_tasks()
+            builder.take_limits(common_limits(self._session))
         prepared = await builder.encode(prompt)
         adapter = fields.get("lora_request")
         if adapter is not None and not self._readiness.has_loaded(adapter):
             builder.build(prepared, params, label, fields)  # all else is checked before anything is sent
-            await self._readiness.load(adapter, builder.facts.max_loras)
+            await self._readiness.load(adapter, builder.limits.max_loras)
         await self._core.wait_room()  # behind it there is no other await before the request is sent
         return prepared
 

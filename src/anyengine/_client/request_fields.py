@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypedDict
 
+from anyengine._protocol import EngineLimits
 from anyengine._rules import INT64_MIN, Rule, flag, integer, mapping, record, reject, text
 from anyengine._wire import KvHintsEnvelope, MultiModalFeatureSpec, Tensor
 from anyengine.exceptions import RequestRejected
 from anyengine.params import LoRARequest
-
-from .engine_facts import EngineFacts
 
 __all__ = ["RequestFields", "check_field_names", "check_fields"]
 
@@ -101,7 +100,7 @@ def check_field_names(function: str, fields: RequestFields) -> None:
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
-def check_fields(fields: RequestFields, facts: EngineFacts, *, multimodal: bool | None) -> dict[str, Any]:
+def check_fields(fields: RequestFields, limits: EngineLimits, *, multimodal: bool | None) -> dict[str, Any]:
     """Private copies of ``fields``; those that are ``None`` are left out.
 
     ``multimodal`` says whether the model takes more than text; ``None``: nobody knows.
@@ -111,11 +110,11 @@ def check_fields(fields: RequestFields, facts: EngineFacts, *, multimodal: bool 
     """
     given: Mapping[str, Any] = fields
     checked = {name: kept for name, value in given.items() if (kept := _RULES[name](name, value)) is not None}
-    if checked.get("lora_request") is not None and not facts.lora:
+    if checked.get("lora_request") is not None and limits.lora is False:
         _refuse(
             "lora_request", fields, "LoRA is not enabled in the engine, which would use the base model", "enable_lora"
         )
-    if checked.get("priority") and facts.priorities is False:
+    if checked.get("priority") and limits.priorities is False:
         _refuse("priority", fields, "the engine schedules first come, first served", "scheduling_policy='priority'")
     if "mm_features" in checked and not multimodal:
         # A vLLM engine with a model of text alone never schedules such a request, nor anything behind it.

@@ -13,8 +13,6 @@ from anyengine._protocol import EngineLimits, check_token_ids
 from anyengine.exceptions import RequestRejected
 from anyengine.params import SamplingParams
 
-from .engine_facts import EngineFacts
-
 __all__ = ["check_sampling"]
 
 _NOT_YET: Final = ("stop",)
@@ -26,7 +24,6 @@ _ID_PARAMETERS: Final = ("stop_token_ids", "allowed_token_ids", "logprob_token_i
 
 def check_sampling(
     params: SamplingParams,
-    facts: EngineFacts,
     limits: EngineLimits,
     *,
     num_prompt_tokens: int,
@@ -44,8 +41,8 @@ def check_sampling(
     if params.logit_bias:
         check_token_ids(list(params.logit_bias), limits.vocab_size, parameter="logit_bias", request_id=label)
     _refuse_unfinished(params, label)
-    _check_log_probs(params, facts, limits, label)
-    _check_prompt_scores(params, facts, limits, num_prompt_tokens, label)
+    _check_log_probs(params, limits, label)
+    _check_prompt_scores(params, limits, num_prompt_tokens, label)
     if embeds and (params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None):
         _refuse(
             "prompt_logprobs", params.prompt_logprobs, "embeddings have no log-probabilities", "leave it out", label
@@ -54,21 +51,21 @@ def check_sampling(
         start = params.routed_experts_prompt_start
         _refuse("routed_experts_prompt_start", start, "exceeds the prompt", f"use at most {num_prompt_tokens}", label)
     for name, enabled, argument in (
-        ("thinking_token_budget", facts.reasoning, "reasoning_parser"),
-        ("trace_decode_token_ids", facts.trace_replay, "enable_trace_replay"),
+        ("thinking_token_budget", limits.reasoning, "reasoning_parser"),
+        ("trace_decode_token_ids", limits.trace_replay, "enable_trace_replay"),
     ):
         if (value := getattr(params, name)) is not None and not enabled:
             remedy = f"leave it out, or start the engine with the argument {argument}"
             _refuse(name, value, "would be ignored by the engine", remedy, label)
 
 
-def _check_log_probs(params: SamplingParams, facts: EngineFacts, limits: EngineLimits, label: str) -> None:
-    allowed = _allowed(facts, limits)
+def _check_log_probs(params: SamplingParams, limits: EngineLimits, label: str) -> None:
+    allowed = _allowed(limits)
     for name in ("logprobs", "prompt_logprobs"):
         asked = getattr(params, name)
         if asked is None or (name == "logprobs" and params.logprob_token_ids is not None):
             continue
-        if asked == -1 and facts.max_logprobs != -1:
+        if asked == -1 and limits.max_logprobs != -1:
             remedy = f"use at most {allowed}, or start the engine with max_logprobs=-1"
             _refuse(name, asked, "asks for the whole vocabulary, which the engine does not allow", remedy, label)
         if asked > allowed:
@@ -78,9 +75,7 @@ def _check_log_probs(params: SamplingParams, facts: EngineFacts, limits: EngineL
         _refuse("logprob_token_ids", count, "is too many", f"use at most {_MAX_LOGPROB_TOKEN_IDS}", label)
 
 
-def _check_prompt_scores(
-    params: SamplingParams, facts: EngineFacts, limits: EngineLimits, num_prompt_tokens: int, label: str
-) -> None:
+def _check_prompt_scores(params: SamplingParams, limits: EngineLimits, num_prompt_tokens: int, label: str) -> None:
     name, rows = "prompt_logprob_token_ids", params.prompt_logprob_token_ids
     if rows is None:
         return
@@ -88,18 +83,18 @@ def _check_prompt_scores(
     if len(rows) != expected:
         remedy = f"give {expected} rows: prompt tokens - 1 - prompt_logprob_start"
         _refuse(name, len(rows), "rows do not fit the prompt", remedy, label)
-    if (width := len(rows[0])) > (allowed := _allowed(facts, limits)):
+    if (width := len(rows[0])) > (allowed := _allowed(limits)):
         _refuse(name, width, "ids for each position are too many", f"use at most {allowed}", label)
     for row in rows:
         check_token_ids([i for i in row if i != -1], limits.vocab_size, parameter=name, request_id=label)
 
 
-def _allowed(facts: EngineFacts, limits: EngineLimits) -> int:
+def _allowed(limits: EngineLimits) -> int:
     """How many log-probabilities a position may have."""
     vocab_size = limits.vocab_size
-    if facts.max_logprobs == -1:
+    if limits.max_logprobs == -1:
         return 2**31 - 1 if vocab_size is None else vocab_size
-    return facts.max_logprobs if vocab_size is None else min(facts.max_logprobs, vocab_size)
+    return limits.max_logprobs if vocab_size is None else min(limits.max_logprobs, vocab_size)
 
 
 def _refuse_unfinished(params: SamplingParams, label: str) -> None:
