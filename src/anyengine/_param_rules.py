@@ -130,8 +130,8 @@ def check_together(params: Any, prefix: str = "") -> None:
 
 def _check_log_probs(params: Any, prefix: str) -> None:
     if (ids := params.logprob_token_ids) is not None and params.logprobs not in (None, len(ids)):
-        remedy = f"leave it out, or use {len(ids)}"
-        reject(f"{prefix}logprobs", params.logprobs, "contradicts logprob_token_ids", remedy)
+        remedy = f"use logprobs={len(ids)}, or None"
+        reject(f"{prefix}logprobs", params.logprobs, "is not the number of logprob_token_ids", remedy)
     if params.prompt_logprob_token_ids is None and params.prompt_logprob_start is not None:
         remedy = "give prompt_logprob_token_ids too, or leave it out"
         reject(f"{prefix}prompt_logprob_start", params.prompt_logprob_start, "has nothing to start", remedy)

@@ -27,7 +27,9 @@ from anyengine import (
 )
 from anyengine._client.engine_limits import limits_of
 from anyengine._client.prompts import take_embeddings
+from anyengine._client.refusals import in_users_words
 from anyengine._client.request_builder import RequestBuilder
+from anyengine._protocol import Connection
 from anyengine._text import ModelFacts, Tokenizer
 from anyengine._wire import NEWEST, EngineCoreReadyResponse, EngineCoreRequest
 
@@ -46,7 +48,10 @@ def builder(
 
 def build(made: RequestBuilder, prompt: Any = (1, 2, 3), params: Any = None, **fields: Any) -> EngineCoreRequest:
     prepared = prompt if isinstance(prompt, tuple) else take_embeddings(prompt)
-    return made.build(prepared, params or SamplingParams(), "label", fields)[0]
+    request = made.build(prepared, params or SamplingParams(), "label", fields)[0]
+    with in_users_words("label"):
+        Connection({0: NEWEST}, call_id_prefix=1, limits={0: made.limits}).check(request, 0)
+    return request
 
 
 # --------------------------------------------------------------------- sampling
@@ -82,7 +87,7 @@ def test_refused_sampling_parameters(args: dict[str, Any], params: dict[str, Any
     with pytest.raises(RequestRejected) as caught:
         build(builder(**args), params=SamplingParams(**params))
     assert (caught.value.parameter, caught.value.request_id) == (parameter, "label")
-    assert caught.value.remedy
+    assert caught.value.remedy and "_params." not in str(caught.value)
 
 
 @pytest.mark.feature("R15")
@@ -180,7 +185,7 @@ def test_a_mixed_prompt() -> None:
 NAN = np.full((3, 4), np.nan, np.float32)
 BAD_EMBEDS: list[tuple[Any, dict[str, Any], str]] = [
     (EMBEDS, {}, "enable_prompt_embeds=True"),
-    (np.ones((3, 5), np.float32), {"enable_prompt_embeds": True}, "rows of 4"),
+    (np.ones((3, 5), np.float32), {"enable_prompt_embeds": True}, "num_prompt_tokens, 4"),
     (np.ones((3, 4), np.float64), {"enable_prompt_embeds": True}, "float64"),
     (np.ones((3, 4), np.int32), {"enable_prompt_embeds": True}, "int32"),
     (np.ones((1, 3, 4), np.float32), {"enable_prompt_embeds": True}, "shape"),
@@ -194,7 +199,7 @@ BAD_EMBEDS: list[tuple[Any, dict[str, Any], str]] = [
     (
         EmbedsPrompt(prompt_embeds=EMBEDS, prompt_token_ids=[1, 2, 3], prompt_is_token_ids=[True]),
         {"enable_prompt_embeds": True},
-        "one for each row",
+        "one bool for each token id",
     ),
 ]
 
@@ -203,7 +208,7 @@ BAD_EMBEDS: list[tuple[Any, dict[str, Any], str]] = [
 def test_embeddings_that_are_refused(prompt: Any, args: dict[str, Any], hint: str) -> None:
     with pytest.raises(RequestRejected, match=hint) as caught:
         build(builder(**args), prompt)
-    assert caught.value.parameter in ("prompt_embeds", "prompt") and caught.value.remedy
+    assert caught.value.parameter is not None and caught.value.parameter.startswith("prompt") and caught.value.remedy
 
 
 # ------------------------------------------------------------------------ fields
@@ -246,7 +251,7 @@ def test_features_pass_through_as_they_are(tmp_path: Path) -> None:
     features = [feature(), feature(offset=2)]
     request = build(made, mm_features=features)
     assert request.mm_features is not None and all(a is b for a, b in zip(request.mm_features, features, strict=True))
-    with pytest.raises(RequestRejected, match="outside the prompt"):
+    with pytest.raises(RequestRejected, match="not in the prompt"):
         build(made, mm_features=[feature(offset=2, length=2)])
     with pytest.raises(RequestRejected, match="torch_spelled"):  # numpy's name of a dtype deafens an engine
         build(made, mm_features=[feature(Tensor("<f4", (1,), bytes(4)))])

@@ -60,22 +60,13 @@ class Embeddings(msgspec.Struct, frozen=True):
             _refuse(
                 self.tensor.shape, "the model's hidden size is unknown", "describe the engine with a model_dir", label
             )
-        num_tokens, width = self.tensor.shape
-        if width != limits.hidden_size:
-            remedy = f"use rows of {limits.hidden_size} numbers"
-            _refuse(self.tensor.shape, "the rows have a wrong length", remedy, label)
-        check_prompt_length(num_tokens, limits, generates=generates, request_id=label)
+        check_prompt_length(self.tensor.shape[0], limits, generates=generates, request_id=label)
         if (self.token_ids is None) != (self.is_token_ids is None):
             _refuse(self.is_token_ids, "ids or marks alone say nothing", "give both", label)
         if self.token_ids is None or self.is_token_ids is None:
             return None, None
-        ids, marks = (
-            check_prompt(self.token_ids, limits, generates=generates, request_id=label),
-            list(self.is_token_ids),
-        )
-        if not len(ids) == len(marks) == num_tokens or any(type(mark) is not bool for mark in marks):
-            _refuse(self.is_token_ids, f"{num_tokens} ids and as many bools are needed", "give one for each row", label)
-        return ids, marks
+        ids = check_prompt(self.token_ids, limits, generates=generates, request_id=label)
+        return ids, list(self.is_token_ids)
 
 
 def is_embeddings(prompt: Prompt) -> bool:

@@ -200,20 +200,6 @@ class RequestBuilder:
             request.lora_request.load_inplace = False  # done, once, before; vLLM would load it again in every step
         for name, value in checked.items():
             setattr(request, name, value)
-        for feature in request.mm_features or ():
-            position = feature.mm_position
-            if (
-                position.offset < 0
-                or position.length < 1
-                or position.offset + position.length > num_prompt_tokens(request)
-            ):
-                raise RequestRejected(
-                    f"mm_features: {feature.identifier!r:.80} stands at {position.offset}, {position.length} tokens "
-                    f"long: outside the prompt of {num_prompt_tokens(request)} tokens",
-                    parameter="mm_features",
-                    value=position,
-                    remedy="give each feature the range of its placeholder tokens",
-                )
 
     def _pooling(self, params: PoolingParams, label: str) -> WirePoolingParams:
         return pooling_to_wire(settle_pooling(params, self.limits, self._model, label))

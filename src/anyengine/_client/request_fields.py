@@ -11,7 +11,7 @@ from typing import Any, Final, TypedDict
 
 from anyengine._protocol import EngineLimits
 from anyengine._rules import INT64_MIN, Rule, flag, integer, mapping, record, reject, text
-from anyengine._wire import KvHintsEnvelope, MultiModalFeatureSpec, Tensor
+from anyengine._wire import KvHintsEnvelope, MultiModalFeatureSpec
 from anyengine.exceptions import RequestRejected
 from anyengine.params import LoRARequest
 
@@ -60,20 +60,7 @@ def _features(name: str, value: Any) -> list[MultiModalFeatureSpec] | None:
     for feature in value:
         if not isinstance(feature, MultiModalFeatureSpec):
             reject(name, value, f"has a {type(feature).__name__} in it", remedy)
-        for key, elem in (feature.data or {}).items():
-            if (odd := _odd_tensor(elem.data)) is not None:
-                # It would end the engine's input thread. Not repaired: a feature is passed through as it is.
-                reject(f"{name}: {key}", odd, "is not spelled as vLLM reads it", "use Tensor.torch_spelled()")
     return list(value) or None
-
-
-def _odd_tensor(data: Any) -> Tensor | None:
-    """A tensor in ``data`` with numpy's name for its dtype."""
-    if isinstance(data, Tensor):
-        return data if data.dtype[:1] in "<>=|" else None
-    if isinstance(data, list | tuple):
-        return next((odd for item in data if (odd := _odd_tensor(item)) is not None), None)
-    return None
 
 
 _RULES: Final[dict[str, Rule]] = {

@@ -1,15 +1,14 @@
 """What sampling parameters must not ask of this model and this engine.
 
-Owns the checks that need the vocabulary, the prompt or the engine's arguments: an id outside the vocabulary ends a real
-engine, and a feature that is not enabled is silently ignored by it (both measured on vLLM 0.32.0). Ranges and
-contradictions are :mod:`anyengine.params`'s.
+Owns the checks of what an engine survives and a user would regret: a feature that is not enabled is silently ignored
+(measured on vLLM 0.32.0). Ranges and contradictions are :mod:`anyengine.params`'s; what ends an engine is admission's.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final, NoReturn
 
-from anyengine._protocol import EngineLimits, check_token_ids
+from anyengine._protocol import EngineLimits
 from anyengine.exceptions import RequestRejected
 from anyengine.params import SamplingParams
 
@@ -17,9 +16,6 @@ __all__ = ["check_sampling"]
 
 _NOT_YET: Final = ("stop",)
 """Parameters whose client half does not exist yet: refused, never ignored."""
-
-_MAX_LOGPROB_TOKEN_IDS: Final = 128  # vLLM's MAX_LOGPROB_TOKEN_IDS: the size of a buffer on the device
-_ID_PARAMETERS: Final = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "trace_decode_token_ids")
 
 
 def check_sampling(
@@ -33,13 +29,8 @@ def check_sampling(
     """Check ``params`` against the model, the engine and the prompt; ``embeds``: the prompt has embeddings in it.
 
     Raises:
-        RequestRejected: something that the engine does not survive, or would ignore.
+        RequestRejected: something that the engine would ignore, or does not allow.
     """
-    for name in _ID_PARAMETERS:
-        if ids := getattr(params, name):
-            check_token_ids(ids, limits.vocab_size, parameter=name, request_id=label)
-    if params.logit_bias:
-        check_token_ids(list(params.logit_bias), limits.vocab_size, parameter="logit_bias", request_id=label)
     _refuse_unfinished(params, label)
     _check_log_probs(params, limits, label)
     _check_prompt_scores(params, limits, num_prompt_tokens, label)
@@ -71,8 +62,6 @@ def _check_log_probs(params: SamplingParams, limits: EngineLimits, label: str) -
         if asked > allowed:
             more = "" if limits.vocab_size == allowed else f", or start the engine with max_logprobs={asked}"
             _refuse(name, asked, "is too many", f"use at most {allowed}{more}", label)
-    if params.logprob_token_ids is not None and (count := len(params.logprob_token_ids)) > _MAX_LOGPROB_TOKEN_IDS:
-        _refuse("logprob_token_ids", count, "is too many", f"use at most {_MAX_LOGPROB_TOKEN_IDS}", label)
 
 
 def _check_prompt_scores(params: SamplingParams, limits: EngineLimits, num_prompt_tokens: int, label: str) -> None:
@@ -85,8 +74,6 @@ def _check_prompt_scores(params: SamplingParams, limits: EngineLimits, num_promp
         _refuse(name, len(rows), "rows do not fit the prompt", remedy, label)
     if (width := len(rows[0])) > (allowed := _allowed(limits)):
         _refuse(name, width, "ids for each position are too many", f"use at most {allowed}", label)
-    for row in rows:
-        check_token_ids([i for i in row if i != -1], limits.vocab_size, parameter=name, request_id=label)
 
 
 def _allowed(limits: EngineLimits) -> int:

@@ -71,14 +71,11 @@ class Connection:
 
     # ------------------------------------------------------------------ commands
 
-    def add(self, request: EngineCoreRequest, rank: int, consumer: OutputConsumer) -> Frames:
-        """Register ``request`` for ``rank``; the frames of its ADD.
+    def check(self, request: EngineCoreRequest, rank: int) -> Frames:
+        """What :meth:`add` does before it registers ``request``.
 
         Raises:
-            EncodeError: a value cannot be encoded; nothing is registered.
-            RequestRejected: the engine would not survive it; nothing is registered.
-            LocalProtocolError: the id is alive already or was aborted, or the request names another client's output
-                socket.
+            EncodeError, RequestRejected, LocalProtocolError: see :meth:`add`.
         """
         if not isinstance(request, EngineCoreRequest):
             reject("request", request, f"is a {type(request).__name__}", "use an EngineCoreRequest")
@@ -90,6 +87,18 @@ class Connection:
         dialect = self._dialect(rank)
         frames = dialect.encode_add(request)
         check_request(request, frames, dialect, self._limits(rank), self.adapters.of(rank))
+        return frames
+
+    def add(self, request: EngineCoreRequest, rank: int, consumer: OutputConsumer) -> Frames:
+        """Register ``request`` for ``rank``; the frames of its ADD.
+
+        Raises:
+            EncodeError: a value cannot be encoded; nothing is registered.
+            RequestRejected: the engine would not survive it; nothing is registered.
+            LocalProtocolError: the id is alive already or was aborted, or the request names another client's output
+                socket.
+        """
+        frames = self.check(request, rank)
         self.requests.open(request.request_id, rank, consumer)
         return frames
 

@@ -77,7 +77,8 @@ class ToyRunner:
     def start(self, seq: SequenceState) -> None:
         if seq.request_id in self._num_cached_tokens:
             raise RuntimeError(f"{seq.request_id!r} was started twice")
-        if seq.sampling.logprobs is not None or seq.sampling.prompt_logprobs is not None:
+        sampling = seq.sampling
+        if (sampling.logprobs, sampling.prompt_logprobs, sampling.logprob_token_ids) != (None, None, None):
             raise ValueError("the toy has no log-probabilities")
         self._num_cached_tokens[seq.request_id] = 0
 

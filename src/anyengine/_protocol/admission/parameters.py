@@ -137,13 +137,9 @@ def _check_vocabulary(params: WireSamplingParams, vocab_size: int | None, prefix
         if count is not None and vocab_size is not None and count > vocab_size:
             reject(prefix + name, count, f"exceeds the vocabulary of {vocab_size}", "use -1 for all of it")
     chosen = params.logprob_token_ids
-    if chosen is not None:
-        if len(chosen) > _MAX_LOGPROB_TOKEN_IDS:
-            problem = f"has {len(chosen)} entries"
-            reject(f"{prefix}logprob_token_ids", chosen, problem, f"use at most {_MAX_LOGPROB_TOKEN_IDS}")
-        if params.logprobs not in (None, len(chosen)):
-            remedy = f"use logprobs={len(chosen)}, or None"
-            reject(f"{prefix}logprobs", params.logprobs, "is not the number of logprob_token_ids", remedy)
+    if chosen is not None and len(chosen) > _MAX_LOGPROB_TOKEN_IDS:
+        problem = f"has {len(chosen)} entries"
+        reject(f"{prefix}logprob_token_ids", chosen, problem, f"use at most {_MAX_LOGPROB_TOKEN_IDS}")
 
 
 def _check_structured(params: WireStructuredOutputs, prefix: str) -> None:
