@@ -12,71 +12,34 @@ from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
-import anyio
-
-from anyengine._environment import ENGINE_READY_TIMEOUT_S
 from anyengine._process.status import Status
-from anyengine._protocol import OutputConsumer, UtilityReply, merge_registrations
+from anyengine._protocol import OutputConsumer, merge_registrations
 from anyengine._transport.abc import PeerUnreachable
 from anyengine._wire import (
-    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreReadyResponse,
     EngineCoreRequest,
-    EngineRequestError,
-    FinishReason,
     engine_identity,
 )
-from anyengine.config import AttachedEngine, EmbeddedEngine, EngineSettings, RunningEngine, VLLMEngine
+from anyengine.config import EmbeddedEngine, EngineSettings, RunningEngine
 from anyengine.exceptions import (
     ClientClosedError,
     EngineDeadError,
-    OutputProcessingError,
     OverloadedError,
 )
 
 from .calls import EngineCalls
-from .defaults import default_grace_s, warn_of_pickles
 from .lifecycle import open_session
-from .session import RankDeath, Session
+from .output_batches import BatchConsumer, OutputBatches
+from .session import Session
 from .settings import ClientState, Notification, SessionSettings
 
 if TYPE_CHECKING:
     from anyengine.vllm.arguments import UnderstoodArguments
 
-__all__ = ["EngineCoreClient", "OutputBatches"]
+__all__ = ["EngineCoreClient"]
 
 _logger = logging.getLogger("anyengine.client")
-
-
-class _Batch:
-    """The consumer of every request of a low-level client: collects what belongs to live requests."""
-
-    def __init__(self) -> None:
-        self.outputs: list[EngineCoreOutput] = []
-
-    def push(self, output: EngineCoreOutput) -> None:
-        self.outputs.append(output)
-
-    def fail(self, error: BaseException) -> None:
-        """Nothing to do: whoever iterates the batches gets the error."""
-
-    def aborted(self) -> None:
-        """Nothing to do: whoever aborts by wire id knows."""
-
-
-class OutputBatches:
-    """An asynchronous iterator over the output batches of a client. It never ends by itself; it raises what ended
-    the client."""
-
-    def __init__(self, core: EngineCoreClient) -> None:
-        self._core = core
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> EngineCoreOutputs:
-        return await self._core.receive_outputs()
 
 
 class EngineCoreClient(EngineCalls):
@@ -116,27 +79,17 @@ class EngineCoreClient(EngineCalls):
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
     ) -> None:
-        if on_death not in ("report", "cancel"):
-            raise ValueError(f"on_death={on_death!r} must be 'report' or 'cancel'")
-        if liveness_timeout_s is not None and not liveness_timeout_s > 0:
-            raise ValueError(f"liveness_timeout_s={liveness_timeout_s!r} must be above 0, or None for no limit")
-        if max_unread_bytes < 1:
-            raise ValueError(f"max_unread_bytes={max_unread_bytes!r} must be at least 1")
-        engines = _engines(engine)
-        if startup_timeout_s is None:
-            startup_timeout_s = ENGINE_READY_TIMEOUT_S.value()
-        warn_of_pickles(engines)
-        self._settings = SessionSettings(
-            engines=engines,
+        self._settings = SessionSettings.of(
+            engine,
             startup_timeout_s=startup_timeout_s,
-            shutdown_grace_s=default_grace_s(engines) if shutdown_grace_s is None else shutdown_grace_s,
+            shutdown_grace_s=shutdown_grace_s,
             liveness_timeout_s=liveness_timeout_s,
             max_unread_bytes=max_unread_bytes,
             on_death=on_death,
             on_progress=on_progress,
             on_notification=on_notification,
         )
-        self._batch = _Batch()
+        self._batch = BatchConsumer()
         self._session: Session | None = None
         self._context: AbstractAsyncContextManager[Session] | None = None
 
@@ -249,35 +202,7 @@ class EngineCoreClient(EngineCalls):
         session = self.session
         if session.cause is None:
             session.check_thread()
-        try:
-            item = await session.stream.receive()
-        except (anyio.EndOfStream, anyio.ClosedResourceError):
-            assert session.cause is not None
-            raise session.cause.for_waiter() from None
-        if isinstance(item, EngineDeadError):
-            raise item.for_waiter()
-        if isinstance(item, RankDeath):
-            return self._failed_batch(session, item)
-        assert not isinstance(item, UtilityReply)  # those are resolved as they arrive
-        self._batch.outputs = []
-        for entry, exc in session.connection.requests.dispatch(item.outputs):
-            self.abort(entry.request_id)  # a consumer of the caller's own failed: rule 5
-            error = OutputProcessingError(f"cannot take an output of request {entry.request_id!r}: {exc!r}")
-            error.__cause__ = exc
-            entry.consumer.fail(error)
-        item.outputs = self._batch.outputs
-        return item
-
-    def _failed_batch(self, session: Session, death: RankDeath) -> EngineCoreOutputs:
-        """The end of a rank's requests, as one more batch: each has failed; their consumers are told."""
-        entries = session.connection.requests.fail_all(death.error, death.rank)
-        trouble = EngineRequestError("engine_dead", str(death.error), retryable=True)
-        outputs = [
-            EngineCoreOutput(entry.request_id, [], finish_reason=FinishReason.ERROR, error=trouble)
-            for entry in entries
-            if entry.consumer is self._batch
-        ]
-        return EngineCoreOutputs(engine_index=death.rank, outputs=outputs)
+        return await self._batch.receive(session, self.abort)
 
     # --------------------------------------------------------------------- state
 
@@ -357,8 +282,8 @@ class EngineCoreClient(EngineCalls):
             assert session.cause is not None
             return session.cause.for_waiter()
         session.check_rank(rank)
-        await session.rank_ended[rank].wait()
-        return session.deaths[rank].for_waiter()
+        await session.burials.ended[rank].wait()
+        return session.burials.deaths[rank].for_waiter()
 
     def statistics(self) -> dict[str, int]:
         """Counters of this session: requests and calls in flight, outputs and replies that came too late, and so on."""
@@ -413,24 +338,3 @@ def _overloaded(rank: int, limit_bytes: int) -> OverloadedError:
         f"engine {rank} has not read what was sent to it: max_unread_bytes={limit_bytes} are on their way; "
         "wait_room() tells when it has"
     )
-
-
-def _engines(engine: EngineSettings | Sequence[EngineSettings] | None) -> tuple[EngineSettings, ...]:
-    """The engines, one for each rank.
-
-    Raises:
-        ValueError: there is none, or an engine that stands for several ranks is not alone.
-    """
-    engines = (EmbeddedEngine() if engine is None else engine,) if not isinstance(engine, Sequence) else tuple(engine)
-    if not engines:
-        raise ValueError("engine=[] starts nothing: give one engine for each rank")
-    joined = [one for one in engines if isinstance(one, AttachedEngine)]
-    if joined and len(engines) > 1:
-        raise ValueError(f"{joined[0]!r} stands for all ranks of a client: it cannot be one of {len(engines)} engines")
-    sizes = [one.understood.data_parallel_size for one in engines if isinstance(one, VLLMEngine)]
-    if max(sizes, default=1) > 1 and len(engines) > 1:
-        raise ValueError(
-            f"data_parallel_size={max(sizes)} stands for all ranks of a client: that engine cannot be one of "
-            f"{len(engines)}; leave it out"
-        )
-    return engines * max(sizes, default=1)

@@ -25,6 +25,7 @@ from anyengine.exceptions import (
 from anyengine.outputs import TokenDecoder
 from anyengine.params import PoolingParams, SamplingParams
 
+from .burials import RankDeath
 from .core_client import EngineCoreClient
 from .dropped import DroppedRequests
 from .engine_limits import common_limits
@@ -35,7 +36,7 @@ from .request_builder import RequestBuilder, num_prompt_tokens
 from .request_fields import RequestFields
 from .request_state import PooledRequestState, RequestState
 from .scores import ScoredRequestState, wants_scores
-from .session import RankDeath, SessionItem
+from .session import SessionItem
 from .wakeup import make_parker
 
 __all__ = ["RequestDesk"]
