@@ -67,7 +67,7 @@ async def test_an_engine_of_somebody_elses_is_served_and_left_alone() -> None:
             running = client.core.running_engine
         assert peers.processes[0].poll() is None
         async with EngineClient(engine=running) as client:
-            assert await client.core.utility("held") == []  # leaving has aborted it
+            assert await client.core.utility("held", unchecked=True) == []  # leaving has aborted it
             assert await tokens(client, [1]) == [0, 7]
 
 
@@ -259,7 +259,7 @@ async def test_the_other_rank_goes_on() -> None:
 async def test_deaf_or_mute_over_tcp(link: str) -> None:
     with anyio.fail_after(30), RemotePeers(("loses_link", link)) as peers:
         async with remote(peers) as client:
-            assert await client.core.utility("first") == "done"
+            assert await client.core.utility("first", unchecked=True) == "done"
             stream = await client.submit([1], SHORT)
             with anyio.fail_after(2), pytest.raises(EngineDeadError, match=f"its {link} connection is gone"):
                 await anext(stream)
@@ -308,7 +308,7 @@ async def test_the_engines_of_a_killed_client_are_taken_over(
         async with EngineClient(engine=running, startup_timeout_s=20) as client:
             assert sorted([await tokens(client, [1]) for _ in range(4)]) == [[0, 7]] * 2 + [[1, 7]] * 2
             assert client.statistics()["late_outputs"] > 0
-            held = await client.core.utility_on(None, "held")
+            held = await client.core.utility_on(None, "held", unchecked=True)
             assert sorted(map(len, held.values())) == [0, 1]  # the dead client's
         assert all(process.poll() is None for process in peers.processes)
 

@@ -22,6 +22,7 @@ from anyengine.params import PoolingParams, SamplingParams
 from .core_client import EngineCoreClient
 from .engine_limits import common_limits
 from .liveness import PROBE
+from .model_files import load_model_files
 from .operations import EngineOperations
 from .pooling import encode_once
 from .prompts import Prompt
@@ -115,13 +116,8 @@ class EngineClient(EngineOperations):
                 try:
                     session.tasks.start_soon(desk.feed_streams)
                     session.tasks.start_soon(session.own, desk.abort_dropped)
-                    builder = await RequestBuilder.load(
-                        self._core.model_dir,
-                        common_limits(session),
-                        wire_id_prefix=secrets.token_hex(4),
-                        text=not self._core.skips_text,
-                    )
-                    desk.open(builder)
+                    files = await load_model_files(self._core.model_dir, text=not self._core.skips_text)
+                    desk.open(RequestBuilder(files, common_limits(session), wire_id_prefix=secrets.token_hex(4)))
                     yield
                 finally:
                     desk.close()

@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import anyio.to_thread
 import msgspec
 
 from anyengine._protocol import EngineLimits, check_prompt, output_budget
-from anyengine._text import Detokenizer, ModelFacts, Tokenizer, settle_structured_outputs, tokenize_bad_words
+from anyengine._text import Detokenizer, Tokenizer, settle_structured_outputs, tokenize_bad_words
 from anyengine._wire import (
     EngineCoreRequest,
     WirePoolingParams,
@@ -29,6 +28,7 @@ from anyengine.exceptions import RequestRejected
 from anyengine.outputs import TokenDecoder
 from anyengine.params import PoolingParams, SamplingParams
 
+from .model_files import ModelFiles
 from .pooling_checks import POOLING_TASKS, settle_pooling
 from .prompts import Embeddings, Prompt, is_embeddings, take_embeddings
 from .request_fields import RequestFields, check_fields
@@ -43,48 +43,13 @@ _INLINE_COPY_BYTES = 1 << 20  # a few ms of looking through embeddings
 class RequestBuilder:
     """Makes engine-core requests for one session's model. Lifetime: one session."""
 
-    def __init__(
-        self,
-        model: ModelFacts | None,
-        tokenizer: Tokenizer | None,
-        trouble: RequestRejected | None,
-        limits: EngineLimits,
-        wire_id_prefix: str,
-    ) -> None:
-        self._model = model
-        self._tokenizer = tokenizer
-        self._trouble = trouble
+    def __init__(self, files: ModelFiles, limits: EngineLimits, wire_id_prefix: str) -> None:
+        self._model, self._tokenizer, self._trouble = model, tokenizer, _ = files
         self._wire_id_prefix = wire_id_prefix
         self._count = 0
         self._eos_token_ids = tokenizer.eos_token_ids if tokenizer else model.eos_token_ids if model else ()
         self.take_limits(limits)
         self._backend: str | None = None
-
-    @classmethod
-    async def load(
-        cls,
-        model_dir: str | None,
-        limits: EngineLimits,
-        wire_id_prefix: str,
-        *,
-        text: bool = True,
-    ) -> Self:
-        """Read the model's files in a worker thread.
-
-        A directory without a usable tokenizer is no error: token ids go in and out; text is refused with the reason.
-        The same without ``text``, which an engine may have been told to leave to others.
-
-        Raises:
-            RequestRejected: ``model_dir`` is no directory, or one of its files is broken.
-
-        Cancellation: returns at once; a disk that hangs keeps only its worker thread.
-        """
-        if model_dir is None:
-            return cls(None, None, None if text else _text_left_out(), limits, wire_id_prefix)
-        model, tokenizer, trouble = await anyio.to_thread.run_sync(_read_model_dir, model_dir, abandon_on_cancel=True)
-        if not text:
-            tokenizer, trouble = None, _text_left_out()
-        return cls(model, tokenizer, trouble, limits, wire_id_prefix)
 
     def take_limits(self, limits: EngineLimits) -> None:
         """Go by ``limits``, which are those of every engine, from now on."""
@@ -262,44 +227,6 @@ def _replayed(params: SamplingParams, room_tokens: int) -> SamplingParams:
     return msgspec.structs.replace(
         params, trace_decode_token_ids=trace, max_tokens=max_tokens, min_tokens=0, ignore_eos=True, stop_token_ids=()
     )
-
-
-def _text_left_out() -> RequestRejected:
-    return RequestRejected(
-        "the engine was started with skip_tokenizer_init: token ids go in and out, and no text",
-        parameter="prompt",
-        remedy="give token ids; or leave skip_tokenizer_init out; or describe the engine with a model_dir",
-    )
-
-
-def _read_model_dir(model_dir: str) -> tuple[ModelFacts, Tokenizer | None, RequestRejected | None]:
-    try:
-        return _read_model_files(model_dir)
-    except RequestRejected:
-        raise
-    except BaseException as exc:
-        # An engine named the directory: what is in it can make parsers fail in ways of their own (a RecursionError; a
-        # panic of the Rust code, no Exception). Nothing else is raised in a worker thread, which knows no cancellation.
-        raise RequestRejected(  # noqa: ASYNC104
-            f"the model's files in {model_dir!r:.500} cannot be read: {type(exc).__name__}: {exc!s:.500}",
-            parameter="model",
-            value=model_dir,
-            remedy="repair the directory, or fetch the model again",
-        ) from exc
-
-
-def _read_model_files(model_dir: str) -> tuple[ModelFacts, Tokenizer | None, RequestRejected | None]:
-    facts = ModelFacts.read(model_dir)
-    try:
-        return facts, Tokenizer.from_directory(model_dir), None
-    except RequestRejected as trouble:
-        if (
-            (Path(model_dir) / "tokenizer.json").is_file()
-            and trouble.__cause__
-            and not isinstance(trouble.__cause__, ImportError)
-        ):
-            raise  # a broken file is the user's to repair; a missing one, or a missing package, may be what they want
-        return facts, None, trouble
 
 
 def _check_label(label: object) -> None:
