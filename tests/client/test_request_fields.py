@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
-from engines import misbehaving, toy
+from engines import generates, misbehaving, toy
 
 from anyengine import (
     EngineClient,
@@ -100,9 +99,7 @@ async def test_adapters_beyond_the_engines_room_are_loaded_again(tmp_path: Path)
 async def test_an_engine_without_adapters_is_asked_for_none() -> None:
     with anyio.fail_after(30):
         async with EngineClient(engine=misbehaving("registers_with", '{"supports_lora": false}')) as client:
-            limits = client.core.session.connection.limits
-            limits[0] = dataclasses.replace(limits[0], tasks=frozenset(("generate",)))  # this peer answers nothing
-            client._entered_desk().builder.take_limits(limits[0])
+            generates(client)
             with pytest.raises(RequestRejected, match="LoRA is not enabled") as caught:
                 await client.submit([1], lora_request=LoRARequest("a", 1, "/a"))
     assert caught.value.parameter == "lora_request"
