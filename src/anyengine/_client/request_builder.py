@@ -119,11 +119,11 @@ class RequestBuilder:
             arrival_time=time.time(),
             external_req_id=label,
         )
-        self._put_prompt(request, prompt, generates=isinstance(params, SamplingParams))
         try:
+            self._put_prompt(request, prompt, generates=isinstance(params, SamplingParams))
             self._put_fields(request, fields)
             if isinstance(params, PoolingParams):
-                request.pooling_params = self._pooling(params, label)
+                request.pooling_params = self._pooling(params)
                 return request, None
             request.sampling_params = self._sampling(params, request)
         except RequestRejected as refusal:
@@ -143,16 +143,10 @@ class RequestBuilder:
     # ----------------------------------------------------------------- the parts
 
     def _put_prompt(self, request: EngineCoreRequest, prompt: Sequence[int] | Embeddings, *, generates: bool) -> None:
-        label = request.external_req_id
-        assert label is not None
         if not isinstance(prompt, Embeddings):
-            request.prompt_token_ids = check_prompt(prompt, self.limits, generates=generates, request_id=label)
+            request.prompt_token_ids = check_prompt(prompt, self.limits, generates=generates)
             return
-        request.prompt_token_ids, request.prompt_is_token_ids = prompt.check(
-            self.limits,
-            generates=generates,
-            label=label,
-        )
+        request.prompt_token_ids, request.prompt_is_token_ids = prompt.check(self.limits, generates=generates)
         request.prompt_embeds = prompt.tensor
 
     def _put_fields(self, request: EngineCoreRequest, fields: RequestFields) -> None:
@@ -166,12 +160,11 @@ class RequestBuilder:
         for name, value in checked.items():
             setattr(request, name, value)
 
-    def _pooling(self, params: PoolingParams, label: str) -> WirePoolingParams:
-        return pooling_to_wire(settle_pooling(params, self.limits, self._model, label))
+    def _pooling(self, params: PoolingParams) -> WirePoolingParams:
+        return pooling_to_wire(settle_pooling(params, self.limits, self._model))
 
     def _sampling(self, params: SamplingParams, request: EngineCoreRequest) -> WireSamplingParams:
-        label, limits = request.external_req_id, self.limits
-        assert label is not None
+        limits = self.limits
         if limits.tasks and limits.tasks.issubset(POOLING_TASKS):
             raise RequestRejected(
                 f"the engine serves a model that does not generate; it can do {', '.join(sorted(limits.tasks))}",
@@ -180,7 +173,7 @@ class RequestBuilder:
                 remedy="use encode()",
             )
         num_tokens, embeds = num_prompt_tokens(request), request.prompt_embeds is not None
-        check_sampling(params, limits, num_prompt_tokens=num_tokens, embeds=embeds, label=label)
+        check_sampling(params, limits, num_prompt_tokens=num_tokens, embeds=embeds)
         bad_words_token_ids = tokenize_bad_words(self.tokenizer, params.bad_words) if params.bad_words else ()
         params, backend = self._constrained(params)
         if params.trace_decode_token_ids:
@@ -190,7 +183,7 @@ class RequestBuilder:
             params,
             eos_token_id=eos_ids[0] if eos_ids else None,
             extra_stop_token_ids=eos_ids[1:],
-            max_tokens=output_budget(num_tokens, params.max_tokens, params.min_tokens, limits, request_id=label),
+            max_tokens=output_budget(num_tokens, params.max_tokens, params.min_tokens, limits),
             bad_words_token_ids=bad_words_token_ids,
             structured_outputs_backend=backend,
         )

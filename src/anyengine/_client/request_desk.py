@@ -91,7 +91,8 @@ class RequestDesk:
         prepared = await builder.encode(prompt)
         adapter = fields.get("lora_request")
         if adapter is not None and not self._readiness.has_loaded(adapter):
-            # All else is checked before anything is sent.
+            # All else is checked before anything is sent; by now the engine may be dead.
+            self._core.usable_session()
             request, _ = builder.build(prepared, params, label, fields)
             request.lora_request = None
             with in_users_words(request.external_req_id or ""):

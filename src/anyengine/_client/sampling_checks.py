@@ -6,10 +6,10 @@ Owns the checks of what an engine survives and a user would regret: a feature th
 
 from __future__ import annotations
 
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from anyengine._protocol import EngineLimits
-from anyengine.exceptions import RequestRejected
+from anyengine._rules import reject
 from anyengine.params import SamplingParams
 
 __all__ = ["check_sampling"]
@@ -18,39 +18,30 @@ _NOT_YET: Final = ("stop",)
 """Parameters whose client half does not exist yet: refused, never ignored."""
 
 
-def check_sampling(
-    params: SamplingParams,
-    limits: EngineLimits,
-    *,
-    num_prompt_tokens: int,
-    embeds: bool,
-    label: str,
-) -> None:
+def check_sampling(params: SamplingParams, limits: EngineLimits, *, num_prompt_tokens: int, embeds: bool) -> None:
     """Check ``params`` against the model, the engine and the prompt; ``embeds``: the prompt has embeddings in it.
 
     Raises:
         RequestRejected: something that the engine would ignore, or does not allow.
     """
-    _refuse_unfinished(params, label)
-    _check_log_probs(params, limits, label)
-    _check_prompt_scores(params, limits, num_prompt_tokens, label)
+    _refuse_unfinished(params)
+    _check_log_probs(params, limits)
+    _check_prompt_scores(params, limits, num_prompt_tokens)
     if embeds and (params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None):
-        _refuse(
-            "prompt_logprobs", params.prompt_logprobs, "embeddings have no log-probabilities", "leave it out", label
-        )
+        reject("prompt_logprobs", params.prompt_logprobs, "embeddings have no log-probabilities", "leave it out")
     if params.routed_experts_prompt_start > num_prompt_tokens:
         start = params.routed_experts_prompt_start
-        _refuse("routed_experts_prompt_start", start, "exceeds the prompt", f"use at most {num_prompt_tokens}", label)
+        reject("routed_experts_prompt_start", start, "exceeds the prompt", f"use at most {num_prompt_tokens}")
     for name, enabled, argument in (
         ("thinking_token_budget", limits.reasoning, "reasoning_parser"),
         ("trace_decode_token_ids", limits.trace_replay, "enable_trace_replay"),
     ):
         if (value := getattr(params, name)) is not None and not enabled:
             remedy = f"leave it out, or start the engine with the argument {argument}"
-            _refuse(name, value, "would be ignored by the engine", remedy, label)
+            reject(name, value, "would be ignored by the engine", remedy)
 
 
-def _check_log_probs(params: SamplingParams, limits: EngineLimits, label: str) -> None:
+def _check_log_probs(params: SamplingParams, limits: EngineLimits) -> None:
     allowed = _allowed(limits)
     for name in ("logprobs", "prompt_logprobs"):
         asked = getattr(params, name)
@@ -58,22 +49,22 @@ def _check_log_probs(params: SamplingParams, limits: EngineLimits, label: str) -
             continue
         if asked == -1 and limits.max_logprobs != -1:
             remedy = f"use at most {allowed}, or start the engine with max_logprobs=-1"
-            _refuse(name, asked, "asks for the whole vocabulary, which the engine does not allow", remedy, label)
+            reject(name, asked, "asks for the whole vocabulary, which the engine does not allow", remedy)
         if asked > allowed:
             more = "" if limits.vocab_size == allowed else f", or start the engine with max_logprobs={asked}"
-            _refuse(name, asked, "is too many", f"use at most {allowed}{more}", label)
+            reject(name, asked, "is too many", f"use at most {allowed}{more}")
 
 
-def _check_prompt_scores(params: SamplingParams, limits: EngineLimits, num_prompt_tokens: int, label: str) -> None:
+def _check_prompt_scores(params: SamplingParams, limits: EngineLimits, num_prompt_tokens: int) -> None:
     name, rows = "prompt_logprob_token_ids", params.prompt_logprob_token_ids
     if rows is None:
         return
     expected = max(num_prompt_tokens - 1 - (params.prompt_logprob_start or 0), 0)
     if len(rows) != expected:
         remedy = f"give {expected} rows: prompt tokens - 1 - prompt_logprob_start"
-        _refuse(name, len(rows), "rows do not fit the prompt", remedy, label)
+        reject(name, len(rows), "rows do not fit the prompt", remedy)
     if (width := len(rows[0])) > (allowed := _allowed(limits)):
-        _refuse(name, width, "ids for each position are too many", f"use at most {allowed}", label)
+        reject(name, width, "ids for each position are too many", f"use at most {allowed}")
 
 
 def _allowed(limits: EngineLimits) -> int:
@@ -84,16 +75,10 @@ def _allowed(limits: EngineLimits) -> int:
     return limits.max_logprobs if vocab_size is None else min(limits.max_logprobs, vocab_size)
 
 
-def _refuse_unfinished(params: SamplingParams, label: str) -> None:
+def _refuse_unfinished(params: SamplingParams) -> None:
     named: dict[str, Any] = {name: value for name in _NOT_YET if (value := getattr(params, name))}
     if params.n > 1:
         named["n"] = params.n
     for name, value in named.items():
         remedy = "leave it out" + (" (stop_token_ids works)" if name == "stop" else "")
-        _refuse(name, value, "is not supported by this release of the client", remedy, label)
-
-
-def _refuse(name: str, value: Any, problem: str, remedy: str, label: str) -> NoReturn:
-    raise RequestRejected(
-        f"{name}={value!r:.200} {problem}: {remedy}", parameter=name, value=value, remedy=remedy, request_id=label
-    )
+        reject(name, value, "is not supported by this release of the client", remedy)
