@@ -37,6 +37,7 @@ def request(request_id: Any = "x", prompt: Any = (1,), sampling: Any = None, **f
 BAD_REQUESTS: list[tuple[str, EngineCoreRequest]] = [
     ("request_id", request(7)),
     ("request_id", request("")),
+    ("data_parallel_rank", request(data_parallel_rank="0")),  # type: ignore[arg-type]
     ("prompt_token_ids", request(prompt=[])),
     ("prompt_token_ids", request(prompt=None)),
     ("prompt_token_ids", request(prompt=[-1])),

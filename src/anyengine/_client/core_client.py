@@ -139,9 +139,9 @@ class EngineCoreClient(EngineInfo):
         """
         session = self.usable_session()
         connection = session.connection
-        wanted = request.data_parallel_rank if rank is None else rank
+        wanted, named = (request.data_parallel_rank, "data_parallel_rank") if rank is None else (rank, "rank")
         while True:
-            chosen = self._choose_rank(session) if wanted is None else session.check_rank(wanted)
+            chosen = self._choose_rank(session) if wanted is None else session.check_rank(wanted, named)
             if not session.send_budget.has_room(chosen) and chosen in connection.rota.serving:
                 raise _overloaded(chosen, self._settings.max_unread_bytes)
             frames = connection.add(request, chosen, self._batch if consumer is None else consumer)

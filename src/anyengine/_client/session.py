@@ -97,15 +97,15 @@ class Session:
         """The engine processes that are ours."""
         return [engine for engine in self.engines.values() if isinstance(engine, SupervisedEngine)]
 
-    def check_rank(self, rank: int) -> int:
-        """``rank``, if it is one of the session's.
+    def check_rank(self, rank: int, parameter: str = "rank") -> int:
+        """``rank``, if it is one of the session's; ``parameter`` is who says it.
 
         Raises:
             RequestRejected: it is not.
         """
         if rank not in self.ranks:
             remedy = f"use one of {', '.join(map(str, self.ranks))}"
-            raise RequestRejected(f"there is no rank {rank!r}", parameter="rank", value=rank, remedy=remedy)
+            raise RequestRejected(f"there is no rank {rank!r}", parameter=parameter, value=rank, remedy=remedy)
         return rank
 
     def send(self, rank: int, frames: Frames) -> None:
