@@ -206,7 +206,7 @@ def _integer_in(name: str, value: Any, item: Any, limits: tuple[int, int], remed
 
 
 def nested_integers(low: int, high: int) -> Rule:
-    """``None``, or a tuple of tuples of ints, all of one length (a matrix)."""
+    """``None``, or a tuple of tuples of ints, all of one length (a matrix), and none of them empty."""
     remedy = f"use a sequence of equally long sequences of ints of {_range(low, high, None)}, or None"
     row_rule = integers(low, high)
 
@@ -216,6 +216,8 @@ def nested_integers(low: int, high: int) -> Rule:
         rows = tuple([row_rule(f"{name}[{index}]", row) for index, row in enumerate(_items(name, value, remedy))])
         if len({len(row) for row in rows}) > 1:
             reject(name, value, "has rows of different lengths", remedy)
+        if not rows or not rows[0]:
+            reject(name, value, "is empty", remedy)
         return rows
 
     return rule

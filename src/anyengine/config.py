@@ -71,7 +71,36 @@ class EmbeddedEngine(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"num_threads={self.num_threads!r} must be at least 1, or None for torch's own choice")
 
 
-class CommandEngine(msgspec.Struct, frozen=True, kw_only=True):
+class _Described(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine that knows its arguments from somebody else: ``args`` repeats them, as far as a user can tell."""
+
+    args: Mapping[str, Any] = {}
+
+    @property
+    def understood(self) -> UnderstoodArguments | None:
+        """What the client understands of ``args``; ``None``: nothing is said."""
+        if not self.args:
+            return None
+        from anyengine.vllm.arguments import understand_arguments  # not loaded for other engines
+
+        return understand_arguments(self.args)
+
+    def _check_args(self) -> None:
+        """Refuse what cannot be right.
+
+        Raises:
+            ValueError: it is no mapping of names, or an argument that is understood has an impossible value.
+        """
+        args: object = self.args  # msgspec does not check what a constructor is given
+        if not isinstance(args, Mapping) or not all(isinstance(name, str) for name in args):
+            raise ValueError(
+                f'args must be a mapping of vLLM\'s argument names to values ({{"max_logprobs": 50}}), not a '
+                f"{type(args).__name__}"
+            )
+        _ = self.understood
+
+
+class CommandEngine(_Described, frozen=True, kw_only=True):
     """An engine core that another program provides: ``argv`` starts it, and it speaks the wire.
 
     It reads an :class:`EngineLaunch` line from its standard input as the embedded engine does, and may write status
@@ -82,9 +111,9 @@ class CommandEngine(msgspec.Struct, frozen=True, kw_only=True):
 
     argv: tuple[str, ...]
     model_dir: str | None = None
-    args: Mapping[str, Any] = {}
 
     def __post_init__(self) -> None:
+        self._check_args()
         argv: object = self.argv  # msgspec does not check what a constructor is given
         if not isinstance(argv, tuple | list) or not argv:
             raise ValueError(f"argv={self.argv!r} must be a non-empty sequence: the program and its arguments")
@@ -159,7 +188,7 @@ def _check_vllm_args(args: object) -> None:
             raise ValueError(f"args[{name!r}]={value!r} must be plain data, which JSON can carry: {exc}") from exc
 
 
-class RemoteEngine(msgspec.Struct, frozen=True, kw_only=True):
+class RemoteEngine(_Described, frozen=True, kw_only=True):
     """Engine cores that someone else starts and stops, ``vllm serve --headless`` for one; the client waits for them.
 
     The client listens at ``handshake`` (``"tcp://10.0.0.5:29550"``, or an ``ipc://`` path) for ``ranks`` engine cores,
@@ -169,7 +198,8 @@ class RemoteEngine(msgspec.Struct, frozen=True, kw_only=True):
     chooses, and ``on_progress`` is told (stage ``listening``). Where an address listens on every interface
     (``tcp://0.0.0.0:29550``), ``advertise_host`` is the name or address of this host for the engines; by default the
     environment's ``VLLM_HOST_IP``. ``model_dir`` names the local directory with the tokenizer, when text prompts are
-    wanted.
+    wanted. ``args`` says what the engines were started with, as far as they do not tell it themselves: see
+    :class:`CommandEngine`.
 
     Nothing on these sockets is encrypted or authenticated: listen on networks that you trust.
     """
@@ -182,6 +212,7 @@ class RemoteEngine(msgspec.Struct, frozen=True, kw_only=True):
     model_dir: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_args()
         _check_address("handshake", self.handshake)
         _check_rank_count("ranks", self.ranks)
         for name in ("inputs", "outputs"):
@@ -207,13 +238,14 @@ class RemoteEngine(msgspec.Struct, frozen=True, kw_only=True):
         return next((name for name in names if (getattr(self, name) or "").startswith(everywhere)), None)
 
 
-class RunningEngine(msgspec.Struct, frozen=True, kw_only=True):
+class RunningEngine(_Described, frozen=True, kw_only=True):
     """Engine cores that run already, for a client that is gone: taken over without a handshake.
 
     ``inputs`` and ``outputs`` are the addresses that the engines were told (the former client's ``RemoteEngine`` fixed
     them): the engines connect again by themselves. ``registrations`` is what each rank said of itself when it became
     ready, ``None`` where its release says nothing. The former client knows all of it: ``client.core.running_engine``,
-    to be kept as ``msgspec.json.encode(...)`` and read by ``msgspec.json.decode(..., type=RunningEngine)``.
+    to be kept as ``msgspec.json.encode(...)`` and read by ``msgspec.json.decode(..., type=RunningEngine)``. ``args`` as
+    in :class:`RemoteEngine`.
 
     What the engines had buffered for the former client is dropped; requests of its that still run go on until they
     end, or until ``pause_generation(mode="abort")``.
@@ -225,6 +257,7 @@ class RunningEngine(msgspec.Struct, frozen=True, kw_only=True):
     model_dir: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_args()
         _check_address("inputs", self.inputs)
         _check_address("outputs", self.outputs)
         registrations: object = self.registrations
@@ -240,12 +273,13 @@ class RunningEngine(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
 
-class InheritedEngine(msgspec.Struct, frozen=True, kw_only=True):
+class InheritedEngine(_Described, frozen=True, kw_only=True):
     """Engine cores whose parent gives this process two listening sockets and answers the handshake itself, as
     ``vllm serve`` does for an external front end.
 
     ``input_fd`` and ``output_fd`` are descriptors of bound, listening sockets (tcp or unix); they become the client's,
-    which closes them: this is good for one block. Ranks are ``start_rank`` to ``start_rank + ranks - 1``.
+    which closes them: this is good for one block. Ranks are ``start_rank`` to ``start_rank + ranks - 1``. ``args`` as
+    in :class:`RemoteEngine`.
     """
 
     input_fd: int
@@ -255,6 +289,7 @@ class InheritedEngine(msgspec.Struct, frozen=True, kw_only=True):
     model_dir: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_args()
         _check_rank_count("ranks", self.ranks)
         for name in ("input_fd", "output_fd", "start_rank"):
             value = getattr(self, name)

@@ -19,6 +19,7 @@ from remote_peers import RemotePeers
 from anyengine import InheritedEngine
 from anyengine.cli.entry import main
 from anyengine.cli.frontend import load_application, parse_frontend_arguments
+from anyengine.vllm.arguments import UnderstoodArguments
 
 pytestmark = pytest.mark.blocking_ok
 
@@ -213,7 +214,9 @@ def test_what_the_parent_says_becomes_an_engine(tmp_path: Path, caplog: pytest.L
     local = str(tmp_path)
     options = parse_frontend_arguments(arguments({"model_tag": local, "engine_ready_timeout_secs": 7}))
     assert options.listen_fd == 3
-    assert options.engine() == InheritedEngine(input_fd=4, output_fd=5, ranks=3, start_rank=2, model_dir=local)
+    engine = options.engine()
+    assert engine == InheritedEngine(input_fd=4, output_fd=5, ranks=3, start_rank=2, model_dir=local, args=engine.args)
+    assert engine.understood == UnderstoodArguments(model=local)
     assert options.ready_timeout_s() == 7
     for args, model_dir in (
         ({}, None),
@@ -225,6 +228,10 @@ def test_what_the_parent_says_becomes_an_engine(tmp_path: Path, caplog: pytest.L
         assert options.engine().model_dir == model_dir
         assert options.ready_timeout_s() == 600
     assert "token ids" in caplog.text
+    for args, known in (({}, None), ({"max_logprobs": "5"}, None), ({"max_logprobs": 5, "odd": [1]}, 5)):
+        understood = parse_frontend_arguments(arguments(args)).engine().understood
+        assert (understood and understood.max_logprobs) == known
+    assert "max_logprobs='5' cannot be right" in caplog.text
 
 
 @pytest.mark.parametrize(("args_json", "message"), [("{", "it is no JSON"), ("[]", "it is no JSON object")])

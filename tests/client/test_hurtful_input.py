@@ -20,12 +20,8 @@ from anyengine import (
     RequestRejected,
     UtilityError,
     UtilityRejected,
-    VLLMEngine,
 )
-from anyengine._client.engine_limits import _limits_of
-from anyengine._protocol import EngineLimits
-from anyengine._text import ModelFacts
-from anyengine._wire import EngineCoreReadyResponse, WireLoRARequest, WireSamplingParams
+from anyengine._wire import WireLoRARequest, WireSamplingParams
 from anyengine.testing.toy_runner import expected_tokens
 
 pytestmark = pytest.mark.anyio
@@ -41,6 +37,7 @@ def request(request_id: Any = "x", prompt: Any = (1,), sampling: Any = None, **f
 BAD_REQUESTS: list[tuple[str, EngineCoreRequest]] = [
     ("request_id", request(7)),
     ("request_id", request("")),
+    ("data_parallel_rank", request(data_parallel_rank="0")),  # type: ignore[arg-type]
     ("prompt_token_ids", request(prompt=[])),
     ("prompt_token_ids", request(prompt=None)),
     ("prompt_token_ids", request(prompt=[-1])),
@@ -117,23 +114,6 @@ async def test_an_aborted_id_is_not_sent_again() -> None:
                 core.add(request("x"))
             assert core.statistics()["requests_in_flight"] == 0
             assert (await core.utility("get_engine_statistics"))["adds_received"] == 1
-
-
-def test_what_is_learnt_of_an_engine() -> None:
-    """From its registration, its settings, its model's files and its own word; what nobody says stays unknown."""
-    facts = ModelFacts("/m", vocab_size=100, hidden_size=8)
-    ready = EngineCoreReadyResponse(64, vllm_version="0.32.0", supports_lora=True)
-    engine = VLLMEngine("/m", args={"enable_prompt_embeds": True})
-    tasks = frozenset(("generate",))
-    assert _limits_of(ready, engine, facts, tasks, is_vllm=True) == EngineLimits(
-        64, 100, 8, tasks, lora=True, prompt_embeds=True, fault_tolerance=False, known_methods_only=True
-    )
-    older = EngineCoreReadyResponse(64, vllm_version="0.28.0")
-    assert _limits_of(older, VLLMEngine("/m", args={"enable_lora": True}), None, None, is_vllm=True).lora is True
-    newer = EngineCoreReadyResponse(64, vllm_version="9.0.0")
-    assert not _limits_of(newer, engine, None, None, is_vllm=True).known_methods_only
-    silent = _limits_of(None, EmbeddedEngine(), None, None, is_vllm=False)
-    assert silent == EngineLimits.unknown()
 
 
 @pytest.fixture

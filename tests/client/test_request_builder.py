@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ from anyengine import (
     SamplingParams,
     StructuredOutputsParams,
     Tensor,
-    VLLMEngine,
 )
-from anyengine._client.engine_facts import EngineFacts
+from anyengine._client.engine_limits import limits_of
 from anyengine._client.prompts import take_embeddings
+from anyengine._client.refusals import in_users_words
 from anyengine._client.request_builder import RequestBuilder
+from anyengine._protocol import Connection
 from anyengine._text import ModelFacts, Tokenizer
 from anyengine._wire import NEWEST, EngineCoreReadyResponse, EngineCoreRequest
 
@@ -40,28 +42,16 @@ EMBEDS = np.ones((3, 4), np.float32)
 def builder(
     *, tokenizer: Tokenizer | None = None, tasks: frozenset[str] = GENERATE, model: ModelFacts = MODEL, **args: Any
 ) -> RequestBuilder:
-    facts = EngineFacts.of(CommandEngine(argv=("x",), args=args), [READY])
-    made = RequestBuilder(model, tokenizer, None, [READY], "p", facts)
-    made.tasks = tasks
-    return made
+    limits = limits_of(READY, CommandEngine(argv=("x",), args=args), model)
+    return RequestBuilder((model, tokenizer, None), dataclasses.replace(limits, tasks=tasks), "p")
 
 
 def build(made: RequestBuilder, prompt: Any = (1, 2, 3), params: Any = None, **fields: Any) -> EngineCoreRequest:
     prepared = prompt if isinstance(prompt, tuple) else take_embeddings(prompt)
-    return made.build(prepared, params or SamplingParams(), "label", fields)[0]
-
-
-def test_what_an_engine_says_of_itself_and_what_it_was_started_with() -> None:
-    assert EngineFacts.of(CommandEngine(argv=("x",)), [None]) == EngineFacts()
-    args = {"max_logprobs": 5, "enable_prompt_embeds": True, "skip_tokenizer_init": True, "reasoning_parser": "x"}
-    facts = EngineFacts.of(VLLMEngine("m", args=args), [READY])
-    assert (facts.max_logprobs, facts.prompt_embeds, facts.tokenizer, facts.reasoning) == (5, True, False, True)
-    assert (facts.priorities, facts.lora, facts.max_loras) == (False, True, 2)
-    no_lora = EngineCoreReadyResponse(max_model_len=32, supports_lora=False)
-    assert EngineFacts.of(VLLMEngine("m", args={"scheduling_policy": "priority"}), [READY, no_lora]).lora is False
-    section = {"structured_outputs_config": {"backend": "guidance", "reasoning_parser": "x"}}
-    facts = EngineFacts.of(VLLMEngine("m", args=section), [])
-    assert (facts.structured_outputs_backend, facts.reasoning) == ("guidance", True)
+    request = made.build(prepared, params or SamplingParams(), "label", fields)[0]
+    with in_users_words("label"):
+        Connection({0: NEWEST}, call_id_prefix=1, limits={0: made.limits}).check(request, 0)
+    return request
 
 
 # --------------------------------------------------------------------- sampling
@@ -97,7 +87,7 @@ def test_refused_sampling_parameters(args: dict[str, Any], params: dict[str, Any
     with pytest.raises(RequestRejected) as caught:
         build(builder(**args), params=SamplingParams(**params))
     assert (caught.value.parameter, caught.value.request_id) == (parameter, "label")
-    assert caught.value.remedy
+    assert caught.value.remedy and "_params." not in str(caught.value)
 
 
 @pytest.mark.feature("R15")
@@ -195,7 +185,7 @@ def test_a_mixed_prompt() -> None:
 NAN = np.full((3, 4), np.nan, np.float32)
 BAD_EMBEDS: list[tuple[Any, dict[str, Any], str]] = [
     (EMBEDS, {}, "enable_prompt_embeds=True"),
-    (np.ones((3, 5), np.float32), {"enable_prompt_embeds": True}, "rows of 4"),
+    (np.ones((3, 5), np.float32), {"enable_prompt_embeds": True}, "num_prompt_tokens, 4"),
     (np.ones((3, 4), np.float64), {"enable_prompt_embeds": True}, "float64"),
     (np.ones((3, 4), np.int32), {"enable_prompt_embeds": True}, "int32"),
     (np.ones((1, 3, 4), np.float32), {"enable_prompt_embeds": True}, "shape"),
@@ -209,7 +199,7 @@ BAD_EMBEDS: list[tuple[Any, dict[str, Any], str]] = [
     (
         EmbedsPrompt(prompt_embeds=EMBEDS, prompt_token_ids=[1, 2, 3], prompt_is_token_ids=[True]),
         {"enable_prompt_embeds": True},
-        "one for each row",
+        "one bool for each token id",
     ),
 ]
 
@@ -218,7 +208,7 @@ BAD_EMBEDS: list[tuple[Any, dict[str, Any], str]] = [
 def test_embeddings_that_are_refused(prompt: Any, args: dict[str, Any], hint: str) -> None:
     with pytest.raises(RequestRejected, match=hint) as caught:
         build(builder(**args), prompt)
-    assert caught.value.parameter in ("prompt_embeds", "prompt") and caught.value.remedy
+    assert caught.value.parameter is not None and caught.value.parameter.startswith("prompt") and caught.value.remedy
 
 
 # ------------------------------------------------------------------------ fields
@@ -261,7 +251,7 @@ def test_features_pass_through_as_they_are(tmp_path: Path) -> None:
     features = [feature(), feature(offset=2)]
     request = build(made, mm_features=features)
     assert request.mm_features is not None and all(a is b for a, b in zip(request.mm_features, features, strict=True))
-    with pytest.raises(RequestRejected, match="outside the prompt"):
+    with pytest.raises(RequestRejected, match="not in the prompt"):
         build(made, mm_features=[feature(offset=2, length=2)])
     with pytest.raises(RequestRejected, match="torch_spelled"):  # numpy's name of a dtype deafens an engine
         build(made, mm_features=[feature(Tensor("<f4", (1,), bytes(4)))])

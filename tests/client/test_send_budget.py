@@ -7,7 +7,7 @@ import signal
 
 import anyio
 import pytest
-from engines import misbehaving, toy
+from engines import generates, misbehaving, toy
 
 from anyengine import (
     EngineClient,
@@ -90,6 +90,7 @@ async def test_the_end_wakes_those_who_wait(end: str) -> None:
     with anyio.fail_after(60):
         async with anyio.create_task_group() as tasks:
             async with EngineClient(engine=engine, max_unread_bytes=1, shutdown_grace_s=0.1) as client:
+                generates(client)
 
                 async def submit() -> None:
                     try:

@@ -77,7 +77,21 @@ async def leave_by_abort(client: EngineClient) -> None:
     assert rest[0].num_output_tokens == len(tokens)
 
 
-EXITS = [leave_by_break, leave_by_exception, leave_by_aclose, leave_by_timeout, leave_by_scope, leave_by_abort]
+async def leave_by_wire_id(client: EngineClient) -> None:
+    """By the low-level client, which knows no streams."""
+    stream = client.generate([1], LONG)
+    tokens = (await anext(stream)).token_ids
+    (wire_id,) = client.core.session.connection.requests.live
+    client.core.abort(wire_id)
+    rest = [out async for out in stream]
+    assert [out.finish_reason for out in rest] == ["abort"]
+    assert tokens + rest[0].token_ids == expected_tokens([1], rest[0].num_output_tokens)
+
+
+EXITS = [
+    leave_by_break, leave_by_exception, leave_by_aclose, leave_by_timeout, leave_by_scope, leave_by_abort,
+    leave_by_wire_id,
+]  # fmt: skip
 
 
 @pytest.mark.feature("L08", "L09")

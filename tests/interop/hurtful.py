@@ -102,6 +102,9 @@ class Collector:
     def fail(self, error: BaseException) -> None:
         raise AssertionError from error
 
+    def aborted(self) -> None:
+        raise AssertionError
+
 
 def add(it: Any) -> Act:
     return lambda client: client.core.add(it, Collector())

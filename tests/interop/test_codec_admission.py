@@ -30,6 +30,9 @@ class Consumer:
     def fail(self, error: BaseException) -> None:
         raise NotImplementedError
 
+    def aborted(self) -> None:
+        raise NotImplementedError
+
 
 def clear(request: Any, path: str) -> None:
     *parts, name = path.split(".")

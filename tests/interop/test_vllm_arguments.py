@@ -43,6 +43,9 @@ LINES = [
     "--aggregate-engine-logging --enable-log-requests --otlp-traces-endpoint http://x:1 --collect-detailed-traces all",
     "--collect-detailed-traces model worker -O3 -O.x --max-model-len 4k -cc.mode 0 -q awq --seed=-1",
     "--max-model-len -1 -O 3 --max-logprobs 7 --max_logprobs=8 --kv-transfer-config.kv_role kv_both",
+    '--reasoning-config {"reasoning_start_str":"<t>"} --pooler-config {"use_activation":false} --enable-trace-replay',
+    "--pooler-config.dimensions 8 --reasoning-config.reasoning_parser x --enable-fault-tolerance",
+    "--pooler-config None --reasoning-config None --no-enable-trace-replay",
     "-dp x",
     "--max-logprobs",
     "--enable-lora=yes",
@@ -253,8 +256,9 @@ def as_vllm_has_it(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, An
     same = {name: theirs[name] for name in mine if name in theirs}
     # Its command line leaves a switch open where its class says False.
     same["enable_lora"] = bool(same["enable_lora"])
-    config = same["structured_outputs_config"]
-    same["structured_outputs_config"] = {name: config[name] for name in mine["structured_outputs_config"]}
+    for name in ("structured_outputs_config", "reasoning_config", "pooler_config"):
+        if mine[name] is not None:  # of its config object, what was given
+            same[name] = {key: same[name][key] for key in mine[name]}
     return same
 
 
@@ -282,7 +286,7 @@ def test_mappings_and_defaults(answers: dict[str, list[Any]]) -> None:
         for name in ("headless", "api_server_count"):  # vllm serve's, not the engine's
             mine.pop(name)
         assert mine == as_vllm_has_it(mine, theirs), mapping
-    assert len(UnderstoodArguments.__struct_fields__) == 50
+    assert len(UnderstoodArguments.__struct_fields__) == 54
 
 
 @pytest.mark.feature("F03")

@@ -155,7 +155,7 @@ async def test_whatever_is_taken_is_survived(client: EngineClient) -> None:
         for number, drawn in enumerate(examples(runnable(VOCAB_SIZE), 0, 60)):
             consumers.append(Collector())
             it = msgspec.structs.replace(drawn, request_id=f"random-{number}")
-            client.core.add(it, consumers[-1])
+            client.core.add(it, consumers[-1], rank=0)
         for consumer in consumers:
             await consumer.ended.wait()
         assert await greedy(client) == before

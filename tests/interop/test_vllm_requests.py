@@ -368,7 +368,7 @@ async def test_what_would_end_the_engine_is_refused(client: EngineClient) -> Non
         ([1], {"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids"),
         ([1], {"logprob_token_ids": [VOCAB_SIZE]}, "logprob_token_ids"),
         ([1], {"logprobs": VOCAB_SIZE + 1}, "logprobs"),
-        (torch.zeros(3, 64), {}, "prompt_embeds"),
+        (torch.zeros(3, 64), {}, "prompt_embeds.shape"),
         (torch.zeros(3, 128, dtype=torch.float64), {}, "prompt_embeds"),
         (torch.full((3, 128), float("nan")), {}, "prompt_embeds"),
         (torch.zeros(3, 128), {"prompt_logprobs": 1}, "prompt_logprobs"),

@@ -17,12 +17,16 @@ class Consumer:
     def __init__(self) -> None:
         self.outputs: list[EngineCoreOutput] = []
         self.errors: list[BaseException] = []
+        self.aborts = 0
 
     def push(self, output: EngineCoreOutput) -> None:
         self.outputs.append(output)
 
     def fail(self, error: BaseException) -> None:
         self.errors.append(error)
+
+    def aborted(self) -> None:
+        self.aborts += 1
 
     @property
     def token_ids(self) -> list[int]:

@@ -116,9 +116,18 @@ def test_a_request_for_another_client_is_refused() -> None:
     connection.add(request(client_index=2), 0, Consumer())
 
 
+class Unhearing(Consumer):
+    """Cannot be told."""
+
+    def aborted(self) -> None:
+        super().aborted()
+        raise ZeroDivisionError
+
+
 def test_an_abort_is_grouped_by_rank_and_told_once(connection: Connection) -> None:
+    consumers = {name: Unhearing() if name == "c" else Consumer() for name in ("a", "b", "c", "d", "kept")}
     for request_id, rank in {"a": 0, "b": 1, "c": 0, "d": 5, "kept": 1}.items():
-        connection.add(request(request_id), rank, Consumer())
+        connection.add(request(request_id), rank, consumers[request_id])
     messages = connection.abort(["c", "unknown", "b", "a", "c", "d"])
     told = {rank: NEWEST.decode_input(frames) for rank, frames in messages}
     assert told == {0: AbortRequests(["c", "a"]), 1: AbortRequests(["b"]), 5: AbortRequests(["d"])}
@@ -126,6 +135,8 @@ def test_an_abort_is_grouped_by_rank_and_told_once(connection: Connection) -> No
     assert list(connection.requests.live) == ["kept"]
     assert connection.abort(["a", "b", "c", "d", "unknown"]) == []
     assert connection.abort(iter([])) == []
+    assert {name: consumer.aborts for name, consumer in consumers.items()} == dict.fromkeys("abcd", 1) | {"kept": 0}
+    assert not any(consumer.errors for consumer in consumers.values())
 
 
 def test_a_finished_request_is_not_aborted(connection: Connection) -> None:

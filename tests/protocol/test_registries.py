@@ -177,6 +177,7 @@ def test_one_consumers_trouble_is_its_own(connection: Connection) -> None:
     assert bad.token_ids == [1]  # it gets nothing more after what it could not take
     [(rank, frames)] = connection.abort([failed.request_id])  # it lives in the engine until it is aborted
     assert (rank, NEWEST.decode_input(frames)) == (0, AbortRequests(["bad"]))
+    assert bad.aborts == 0  # that it failed is what it is told
 
 
 def test_a_consumer_that_cannot_take_its_last_output_has_ended(connection: Connection) -> None:
@@ -263,6 +264,9 @@ def test_whoever_is_told_may_act_at_once(connection: Connection, registry: str) 
 def test_a_consumer_that_cannot_be_told_keeps_nobody_from_being_told() -> None:
     class Deaf:
         def push(self, output: EngineCoreOutput) -> None: ...
+
+        def aborted(self) -> None:
+            raise ZeroDivisionError
 
         def fail(self, error: BaseException) -> None:
             raise ZeroDivisionError

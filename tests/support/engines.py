@@ -3,14 +3,15 @@ purpose."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from anyengine import CommandEngine, EmbeddedEngine
+from anyengine import CommandEngine, EmbeddedEngine, EngineClient
 
-__all__ = ["misbehaving", "mutant", "toy"]
+__all__ = ["generates", "misbehaving", "mutant", "toy"]
 
 RUNNER = "anyengine.testing.toy_runner:create_runner"
 
@@ -29,3 +30,10 @@ def misbehaving(behaviour: str, *args: str) -> CommandEngine:
 def mutant(fault: str = "") -> CommandEngine:
     """Our engine core with a fault of its start or its end; see ``mutant_engine.py``."""
     return CommandEngine(argv=(sys.executable, str(Path(__file__).with_name("mutant_engine.py")), fault))
+
+
+def generates(client: EngineClient) -> None:
+    """Let ``client`` know of an engine that answers nothing what it would ask before the first request."""
+    limits = client.core.session.connection.limits
+    limits[0] = dataclasses.replace(limits[0], tasks=frozenset(("generate",)))
+    client._entered_desk().builder.take_limits(limits[0])

@@ -20,8 +20,9 @@ from anyengine.outputs import PoolingOutput
 from anyengine.params import PoolingParams, SamplingParams
 
 from .core_client import EngineCoreClient
-from .engine_facts import EngineFacts
+from .engine_limits import common_limits
 from .liveness import PROBE
+from .model_files import load_model_files
 from .operations import EngineOperations
 from .pooling import encode_once
 from .prompts import Prompt
@@ -115,15 +116,8 @@ class EngineClient(EngineOperations):
                 try:
                     session.tasks.start_soon(desk.feed_streams)
                     session.tasks.start_soon(session.own, desk.abort_dropped)
-                    registrations = list(self._core.registrations.values())
-                    builder = await RequestBuilder.load(
-                        self._core.model_dir,
-                        registrations,
-                        wire_id_prefix=secrets.token_hex(4),
-                        facts=EngineFacts.of(self._core.engines, registrations, tasks=self._core.known_tasks),
-                        text=not self._core.skips_text,
-                    )
-                    desk.open(builder)
+                    files = await load_model_files(self._core.model_dir, text=not self._core.skips_text)
+                    desk.open(RequestBuilder(files, common_limits(session), wire_id_prefix=secrets.token_hex(4)))
                     yield
                 finally:
                     desk.close()

@@ -12,71 +12,36 @@ from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
-import anyio
-
-from anyengine._environment import ENGINE_READY_TIMEOUT_S
 from anyengine._process.status import Status
-from anyengine._protocol import OutputConsumer, UtilityReply, merge_registrations
+from anyengine._protocol import OutputConsumer, merge_registrations
 from anyengine._transport.abc import PeerUnreachable
 from anyengine._wire import (
-    EngineCoreOutput,
     EngineCoreOutputs,
-    EngineCoreReadyResponse,
     EngineCoreRequest,
-    EngineRequestError,
-    FinishReason,
     engine_identity,
 )
-from anyengine.config import AttachedEngine, EmbeddedEngine, EngineSettings, RunningEngine, VLLMEngine
+from anyengine.config import EngineSettings
 from anyengine.exceptions import (
     ClientClosedError,
     EngineDeadError,
-    OutputProcessingError,
     OverloadedError,
 )
 
-from .calls import EngineCalls
-from .defaults import default_grace_s, warn_of_pickles
+from .engine_info import EngineInfo
 from .lifecycle import open_session
-from .session import RankDeath, Session
+from .output_batches import BatchConsumer, OutputBatches
+from .session import Session
 from .settings import ClientState, Notification, SessionSettings
 
 if TYPE_CHECKING:
-    from anyengine.vllm.arguments import UnderstoodArguments
+    pass
 
-__all__ = ["EngineCoreClient", "OutputBatches"]
+__all__ = ["EngineCoreClient"]
 
 _logger = logging.getLogger("anyengine.client")
 
 
-class _Batch:
-    """The consumer of every request of a low-level client: collects what belongs to live requests."""
-
-    def __init__(self) -> None:
-        self.outputs: list[EngineCoreOutput] = []
-
-    def push(self, output: EngineCoreOutput) -> None:
-        self.outputs.append(output)
-
-    def fail(self, error: BaseException) -> None:
-        """Nothing to do: whoever iterates the batches gets the error."""
-
-
-class OutputBatches:
-    """An asynchronous iterator over the output batches of a client. It never ends by itself; it raises what ended
-    the client."""
-
-    def __init__(self, core: EngineCoreClient) -> None:
-        self._core = core
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> EngineCoreOutputs:
-        return await self._core.receive_outputs()
-
-
-class EngineCoreClient(EngineCalls):
+class EngineCoreClient(EngineInfo):
     """One client of one engine core, or of several, in one task group.
 
     Use it as ``async with EngineCoreClient(...) as core:``. Construction touches no event loop. The output drain runs
@@ -113,27 +78,17 @@ class EngineCoreClient(EngineCalls):
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
     ) -> None:
-        if on_death not in ("report", "cancel"):
-            raise ValueError(f"on_death={on_death!r} must be 'report' or 'cancel'")
-        if liveness_timeout_s is not None and not liveness_timeout_s > 0:
-            raise ValueError(f"liveness_timeout_s={liveness_timeout_s!r} must be above 0, or None for no limit")
-        if max_unread_bytes < 1:
-            raise ValueError(f"max_unread_bytes={max_unread_bytes!r} must be at least 1")
-        engines = _engines(engine)
-        if startup_timeout_s is None:
-            startup_timeout_s = ENGINE_READY_TIMEOUT_S.value()
-        warn_of_pickles(engines)
-        self._settings = SessionSettings(
-            engines=engines,
+        self._settings = SessionSettings.of(
+            engine,
             startup_timeout_s=startup_timeout_s,
-            shutdown_grace_s=default_grace_s(engines) if shutdown_grace_s is None else shutdown_grace_s,
+            shutdown_grace_s=shutdown_grace_s,
             liveness_timeout_s=liveness_timeout_s,
             max_unread_bytes=max_unread_bytes,
             on_death=on_death,
             on_progress=on_progress,
             on_notification=on_notification,
         )
-        self._batch = _Batch()
+        self._batch = BatchConsumer()
         self._session: Session | None = None
         self._context: AbstractAsyncContextManager[Session] | None = None
 
@@ -184,9 +139,9 @@ class EngineCoreClient(EngineCalls):
         """
         session = self.usable_session()
         connection = session.connection
-        wanted = request.data_parallel_rank if rank is None else rank
+        wanted, named = (request.data_parallel_rank, "data_parallel_rank") if rank is None else (rank, "rank")
         while True:
-            chosen = self._choose_rank(session) if wanted is None else session.check_rank(wanted)
+            chosen = self._choose_rank(session) if wanted is None else session.check_rank(wanted, named)
             if not session.send_budget.has_room(chosen) and chosen in connection.rota.serving:
                 raise _overloaded(chosen, self._settings.max_unread_bytes)
             frames = connection.add(request, chosen, self._batch if consumer is None else consumer)
@@ -246,35 +201,7 @@ class EngineCoreClient(EngineCalls):
         session = self.session
         if session.cause is None:
             session.check_thread()
-        try:
-            item = await session.stream.receive()
-        except (anyio.EndOfStream, anyio.ClosedResourceError):
-            assert session.cause is not None
-            raise session.cause.for_waiter() from None
-        if isinstance(item, EngineDeadError):
-            raise item.for_waiter()
-        if isinstance(item, RankDeath):
-            return self._failed_batch(session, item)
-        assert not isinstance(item, UtilityReply)  # those are resolved as they arrive
-        self._batch.outputs = []
-        for entry, exc in session.connection.requests.dispatch(item.outputs):
-            self.abort(entry.request_id)  # a consumer of the caller's own failed: rule 5
-            error = OutputProcessingError(f"cannot take an output of request {entry.request_id!r}: {exc!r}")
-            error.__cause__ = exc
-            entry.consumer.fail(error)
-        item.outputs = self._batch.outputs
-        return item
-
-    def _failed_batch(self, session: Session, death: RankDeath) -> EngineCoreOutputs:
-        """The end of a rank's requests, as one more batch: each has failed; their consumers are told."""
-        entries = session.connection.requests.fail_all(death.error, death.rank)
-        trouble = EngineRequestError("engine_dead", str(death.error), retryable=True)
-        outputs = [
-            EngineCoreOutput(entry.request_id, [], finish_reason=FinishReason.ERROR, error=trouble)
-            for entry in entries
-            if entry.consumer is self._batch
-        ]
-        return EngineCoreOutputs(engine_index=death.rank, outputs=outputs)
+        return await self._batch.receive(session, self.abort)
 
     # --------------------------------------------------------------------- state
 
@@ -282,71 +209,6 @@ class EngineCoreClient(EngineCalls):
     def state(self) -> ClientState:
         """Where the client is in its life."""
         return ClientState.CREATED if self._session is None else self._session.state
-
-    @property
-    def engines(self) -> tuple[EngineSettings, ...]:
-        """What was started, one for each rank; or what was joined."""
-        return self._settings.engines
-
-    @property
-    def known_tasks(self) -> frozenset[str] | None:
-        """What every engine's model can do, if all of them were asked."""
-        limits = self.session.connection.limits
-        tasks = [limits[rank].tasks if rank in limits else None for rank in self.session.ranks]
-        known = [of_rank for of_rank in tasks if of_rank is not None]
-        return frozenset.intersection(*known) if len(known) == len(tasks) else None
-
-    @property
-    def registrations(self) -> dict[int, EngineCoreReadyResponse | None]:
-        """What each rank reported about itself when it became ready."""
-        return dict(self.session.registrations)
-
-    @property
-    def running_engine(self) -> RunningEngine:
-        """What a later client needs to take over the engines of this one when it is gone: plain data, to be stored.
-
-        Of use where the engines live on (somebody else's), at addresses that the later client can have.
-        """
-        session = self.session
-        return RunningEngine(
-            inputs=session.endpoints.input_address,
-            outputs=session.endpoints.output_address,
-            registrations={
-                rank: None if ready is None else dict(ready.received) for rank, ready in session.registrations.items()
-            },
-            model_dir=self.model_dir,
-        )
-
-    @property
-    def merged_registration(self) -> EngineCoreReadyResponse | None:
-        """:attr:`registrations` as if the ranks were one engine: the least ``max_model_len``, the caches' sizes added
-        up, and else what all of them agree on. ``None``: their release says nothing."""
-        return self.session.merged_registration
-
-    @property
-    def model_dir(self) -> str | None:
-        """The local directory with the model's tokenizer and configuration, if the engine told."""
-        configured = (getattr(engine, "model_dir", None) for engine in self._settings.engines)
-        told = (engine.model_dir for engine in self.session.engines.values())
-        return next(filter(None, (*configured, *told)), None)
-
-    @property
-    def engine_arguments(self) -> UnderstoodArguments | None:
-        """What the client understands of the engine's own arguments, if it starts one of vLLM's."""
-        first = self._settings.engines[0]
-        return first.understood if isinstance(first, VLLMEngine) else None
-
-    @property
-    def skips_text(self) -> bool:
-        """Whether the engine was started for token ids only, and nobody else named a tokenizer."""
-        arguments = self.engine_arguments
-        told = getattr(self._settings.engines[0], "model_dir", None)
-        return arguments is not None and arguments.skip_tokenizer_init and told is None
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that take requests."""
-        return self.session.connection.rota.serving
 
     async def wait_dead(self, rank: int | None = None) -> EngineDeadError:
         """Wait until the session ends, or until ``rank`` is lost, and return why.
@@ -361,22 +223,8 @@ class EngineCoreClient(EngineCalls):
             assert session.cause is not None
             return session.cause.for_waiter()
         session.check_rank(rank)
-        await session.rank_ended[rank].wait()
-        return session.deaths[rank].for_waiter()
-
-    def statistics(self) -> dict[str, int]:
-        """Counters of this session: requests and calls in flight, outputs and replies that came too late, and so on."""
-        session = self.session
-        connection = session.connection
-        return {
-            "requests_in_flight": len(connection.requests),
-            "unread_bytes": session.send_budget.unread_bytes,
-            "utility_calls_in_flight": len(connection.utilities),
-            "late_outputs": connection.requests.late_outputs,
-            "late_utility_replies": connection.utilities.late_replies,
-            "malformed_messages": connection.malformed_messages,
-            "notification_failures": session.notification_failures,
-        }
+        await session.burials.ended[rank].wait()
+        return session.burials.deaths[rank].for_waiter()
 
     # ------------------------------------------------------------------ internals
 
@@ -417,24 +265,3 @@ def _overloaded(rank: int, limit_bytes: int) -> OverloadedError:
         f"engine {rank} has not read what was sent to it: max_unread_bytes={limit_bytes} are on their way; "
         "wait_room() tells when it has"
     )
-
-
-def _engines(engine: EngineSettings | Sequence[EngineSettings] | None) -> tuple[EngineSettings, ...]:
-    """The engines, one for each rank.
-
-    Raises:
-        ValueError: there is none, or an engine that stands for several ranks is not alone.
-    """
-    engines = (EmbeddedEngine() if engine is None else engine,) if not isinstance(engine, Sequence) else tuple(engine)
-    if not engines:
-        raise ValueError("engine=[] starts nothing: give one engine for each rank")
-    joined = [one for one in engines if isinstance(one, AttachedEngine)]
-    if joined and len(engines) > 1:
-        raise ValueError(f"{joined[0]!r} stands for all ranks of a client: it cannot be one of {len(engines)} engines")
-    sizes = [one.understood.data_parallel_size for one in engines if isinstance(one, VLLMEngine)]
-    if max(sizes, default=1) > 1 and len(engines) > 1:
-        raise ValueError(
-            f"data_parallel_size={max(sizes)} stands for all ranks of a client: that engine cannot be one of "
-            f"{len(engines)}; leave it out"
-        )
-    return engines * max(sizes, default=1)

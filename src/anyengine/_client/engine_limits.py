@@ -1,12 +1,13 @@
-"""What a session learns of its engines before it sends the first request, so that nothing hurtful is ever sent.
+"""What a session learns of its engines, so that nothing hurtful is ever sent.
 
-Owns where each limit comes from: the registration, the settings, the model's files, the engine's own word. What they
-mean is admission's.
+Owns where each limit comes from: the registration, the arguments, the model's files, the engine's own word. What they
+mean is admission's, and the request builder's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import math
 from typing import Any
 
 import anyio
@@ -20,7 +21,7 @@ from anyengine.config import CommandEngine, EmbeddedEngine, EngineSettings, VLLM
 
 from .session import Session
 
-__all__ = ["learn_limits"]
+__all__ = ["common_limits", "learn_limits", "learn_tasks", "limits_of"]
 
 _ANSWER_LIMIT_S = 30.0  # an engine that has just become ready has nothing else to do
 _UNLIMITED_TOKENS = EngineLimits.unknown().max_model_len
@@ -40,12 +41,62 @@ async def learn_limits(session: Session) -> None:
         model_dir = getattr(engine, "model_dir", None) or (process.model_dir if process is not None else None)
         if model_dir is not None and model_dir not in facts:
             facts[model_dir] = await anyio.to_thread.run_sync(_facts_of, model_dir, abandon_on_cancel=True)
-        # Only vLLM's are fragile, and are asked: ours refuses one request at a time, others may not answer.
-        is_vllm = not isinstance(engine, EmbeddedEngine | CommandEngine)
-        tasks = await _ask_tasks(session, rank) if is_vllm else None
-        session.connection.limits[rank] = _limits_of(
-            ready, engine, facts[model_dir] if model_dir is not None else None, tasks, is_vllm=is_vllm
-        )
+        session.connection.limits[rank] = limits_of(ready, engine, facts[model_dir] if model_dir is not None else None)
+        if _is_vllm(engine):  # it is fragile, so it is asked at once; others may not answer
+            await _learn_tasks(session, rank, _ANSWER_LIMIT_S)
+
+
+async def learn_tasks(session: Session) -> None:
+    """Ask the ranks that have not told what their model can do; one that does not tell leaves it open.
+
+    Cancellation: what was learnt is kept.
+    """
+    for rank in session.connection.rota.serving:
+        if session.connection.limits[rank].tasks is None:
+            await _learn_tasks(session, rank, math.inf)
+
+
+def common_limits(session: Session) -> EngineLimits:
+    """What every rank that takes requests can take."""
+    connection = session.connection
+    return EngineLimits.common([connection.limits[rank] for rank in connection.rota.serving or connection.ranks])
+
+
+def limits_of(
+    ready: EngineCoreReadyResponse | None, engine: EngineSettings, facts: ModelFacts | None = None
+) -> EngineLimits:
+    """What ``engine`` can take, by its registration, its arguments and its model's files."""
+    arguments = None if isinstance(engine, EmbeddedEngine) else engine.understood
+    registered = EngineCoreReadyResponse(_UNLIMITED_TOKENS) if ready is None else ready
+
+    def started_with(name: str, default: Any = None) -> Any:
+        """vLLM's defaults are known of an engine that we start; of others, only what was said."""
+        said = isinstance(engine, VLLMEngine) or getattr(engine, "args", {}).get(name) is not None
+        return getattr(arguments, name) if said else default
+
+    lora, policy = registered.supports_lora, started_with("scheduling_policy")
+    return EngineLimits(
+        max_model_len=registered.max_model_len,
+        vocab_size=facts.vocab_size if facts else None,
+        hidden_size=facts.hidden_size if facts else None,
+        tasks=frozenset(("generate",)) if isinstance(engine, EmbeddedEngine) else None,
+        lora=started_with("enable_lora") if lora is None else lora,
+        prompt_embeds=started_with("enable_prompt_embeds"),
+        fault_tolerance=started_with("enable_fault_tolerance"),
+        known_methods_only=_is_vllm(engine) and newer_than_known(ready) is None,
+        priorities=None if policy is None else policy == "priority",
+        max_loras=registered.max_loras or started_with("max_loras", 1),
+        max_logprobs=started_with("max_logprobs", 20),
+        tokenizer=not started_with("skip_tokenizer_init", False),
+        reasoning=arguments is not None and arguments.reasons,
+        trace_replay=started_with("enable_trace_replay", False),
+        structured_outputs_backend="auto" if arguments is None else arguments.structured_outputs_backend,
+        pooler=started_with("pooler_config") or {},
+    )
+
+
+def _is_vllm(engine: EngineSettings) -> bool:
+    return not isinstance(engine, EmbeddedEngine | CommandEngine)
 
 
 def _facts_of(model_dir: str) -> ModelFacts | None:
@@ -55,45 +106,19 @@ def _facts_of(model_dir: str) -> ModelFacts | None:
         return None
 
 
-def _limits_of(
-    ready: EngineCoreReadyResponse | None,
-    engine: EngineSettings,
-    facts: ModelFacts | None,
-    tasks: frozenset[str] | None,
-    *,
-    is_vllm: bool,
-) -> EngineLimits:
-    given = engine.args if isinstance(engine, VLLMEngine) else None
-    args: Mapping[str, Any] | None = given if isinstance(given, Mapping) else None
-
-    def started_with(name: str) -> bool | None:
-        return None if args is None else bool(args.get(name))
-
-    lora = ready.supports_lora if ready is not None else None
-    return EngineLimits(
-        max_model_len=_UNLIMITED_TOKENS if ready is None else ready.max_model_len,
-        vocab_size=facts.vocab_size if facts else None,
-        hidden_size=facts.hidden_size if facts else None,
-        tasks=tasks,
-        lora=started_with("enable_lora") if lora is None else lora,
-        prompt_embeds=started_with("enable_prompt_embeds"),
-        fault_tolerance=started_with("enable_fault_tolerance"),
-        known_methods_only=is_vllm and newer_than_known(ready) is None,
-    )
-
-
-async def _ask_tasks(session: Session, rank: int) -> frozenset[str] | None:
-    """What the engine's model can do; ``None`` if it does not say."""
+async def _learn_tasks(session: Session, rank: int, limit_s: float) -> None:
+    """Ask what the engine's model can do, and keep what it says."""
+    connection = session.connection
     answered = anyio.Event()
-    call, frames = session.connection.utility("get_supported_tasks", (), rank, answered.set)
+    call, frames = connection.utility("get_supported_tasks", (), rank, answered.set, unchecked=True)
     try:
         session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
-        with anyio.move_on_after(_ANSWER_LIMIT_S):
+        with anyio.move_on_after(limit_s):
             await answered.wait()
     except PeerUnreachable:
         pass  # it is being buried, which tells more
     finally:
-        session.connection.utilities.forget(call.call_id)
-    if call.error is not None or not isinstance(call.value, list):
-        return None
-    return frozenset(task for task in call.value if isinstance(task, str))
+        connection.utilities.forget(call.call_id)
+    if call.error is None and isinstance(call.value, list):
+        tasks = frozenset(task for task in call.value if isinstance(task, str))
+        connection.limits[rank] = dataclasses.replace(connection.limits[rank], tasks=tasks)

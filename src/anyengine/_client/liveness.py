@@ -64,7 +64,7 @@ class Liveness:
                 await anyio.sleep(limit_s / 4)
             if self.last_heard_s[rank] < asked_s:
                 symptom = f"its main loop has not answered for {limit_s:g} s"
-                self._session.bury(rank, symptom, EngineUnresponsiveError)
+                self._session.burials.bury(rank, symptom, EngineUnresponsiveError)
 
     async def outputs_settled(self) -> None:
         """Wait until nobody but the ranks that serve is connected to the output socket: what the others sent is here.
@@ -101,11 +101,11 @@ class Liveness:
             session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
         except PeerUnreachable:
             session.connection.utilities.forget(call.call_id)
-            session.bury(rank, "its input connection is gone")
+            session.burials.bury(rank, "its input connection is gone")
 
     def _convict(self) -> None:
         while (found := self.suspicion.guilty()) is not None:
-            self._session.bury(*found)
+            self._session.burials.bury(*found)
 
     async def wait_answering(self, rank: int) -> None:
         """Wait until ``rank`` answers a call: one that connects again does so at a time of its own.

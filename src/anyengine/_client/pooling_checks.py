@@ -8,15 +8,14 @@ its model does not have. Mirrors vLLM 0.32.0 ``pooling_params.py`` (``PoolingPar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import msgspec
 
+from anyengine._protocol import EngineLimits
+from anyengine._rules import reject
 from anyengine._text import ModelFacts
-from anyengine.exceptions import RequestRejected
 from anyengine.params import PoolingParams
-
-from .engine_facts import EngineFacts
 
 __all__ = ["POOLING_TASKS", "settle_pooling"]
 
@@ -31,19 +30,13 @@ _PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
 _STEP_PARAMETERS: Final = ("step_tag_id", "returned_token_ids")
 
 
-def settle_pooling(
-    params: PoolingParams,
-    facts: EngineFacts,
-    tasks: frozenset[str] | None,
-    model: ModelFacts | None,
-    label: str,
-) -> PoolingParams:
-    """``params`` with everything filled that the engine needs. ``tasks`` are the engine's; ``None``: it does not say.
+def settle_pooling(params: PoolingParams, limits: EngineLimits, model: ModelFacts | None) -> PoolingParams:
+    """``params`` with everything filled that the engine needs. ``limits`` are the engine's.
 
     Raises:
         RequestRejected: the engine cannot do it.
     """
-    task = _task(params, tasks, label)
+    task = _task(params, limits.tasks)
     changes: dict[str, Any] = {"task": task}
     if task == "plugin" or task in _PARAMETERS:
         # From a cached prefix, its tokens would have no output.
@@ -53,16 +46,16 @@ def settle_pooling(
     if known is None:  # a plugin's parameters are its own
         return msgspec.structs.replace(params, **changes)
     if params.dimensions is not None and "dimensions" not in known:
-        _refuse("dimensions", params.dimensions, f"means nothing for the task {task!r}", "leave it out", label)
+        reject("dimensions", params.dimensions, f"means nothing for the task {task!r}", "leave it out")
     for name in known:
-        changes[name] = _either(getattr(params, name), facts.pooler.get(name))
+        changes[name] = _either(getattr(params, name), limits.pooler.get(name))
     changes["use_activation"] = _either(changes["use_activation"], True)
-    _check_dimensions(changes.get("dimensions"), model, label)
+    _check_dimensions(changes.get("dimensions"), model)
     for name in _STEP_PARAMETERS:
-        if facts.pooler.get("tok_pooling_type", facts.pooler.get("pooling_type")) == "STEP":
-            changes[name] = _either(getattr(params, name), facts.pooler.get(name))
+        if limits.pooler.get("tok_pooling_type", limits.pooler.get("pooling_type")) == "STEP":
+            changes[name] = _either(getattr(params, name), limits.pooler.get(name))
         elif (value := getattr(params, name)) is not None:
-            _refuse(name, value, "is for models that pool steps", "leave it out", label)
+            reject(name, value, "is for models that pool steps", "leave it out")
     return msgspec.structs.replace(params, **changes)
 
 
@@ -70,34 +63,26 @@ def _either(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _task(params: PoolingParams, tasks: frozenset[str] | None, label: str) -> str:
+def _task(params: PoolingParams, tasks: frozenset[str] | None) -> str:
     if tasks is None:
-        _refuse("task", params.task, "cannot be checked: the engine does not name its tasks", "use generate()", label)
+        reject("task", params.task, "cannot be checked: the engine does not name its tasks", "use generate()")
     possible = [task for task in POOLING_TASKS if task in tasks]
     if not possible:
-        _refuse("task", params.task, "needs a pooling model, and this engine generates only", "use generate()", label)
+        reject("task", params.task, "needs a pooling model, and this engine generates only", "use generate()")
     task = params.task or next((task for task in _DEFAULT_TASKS if task in possible), None)
     if task not in possible:
-        _refuse("task", task, "is none of the engine's", f"use one of {', '.join(map(repr, possible))}", label)
+        reject("task", task, "is none of the engine's", f"use one of {', '.join(map(repr, possible))}")
     return task
 
 
-def _check_dimensions(dimensions: int | None, model: ModelFacts | None, label: str) -> None:
+def _check_dimensions(dimensions: int | None, model: ModelFacts | None) -> None:
     """A model that was not trained for it would be cut all the same, and mean nothing."""
     if dimensions is None:
         return
     sizes = () if model is None else model.embedding_sizes
     if sizes == ():
-        _refuse(
-            "dimensions", dimensions, "is for Matryoshka embeddings, which the model's are not", "leave it out", label
-        )
+        reject("dimensions", dimensions, "is for Matryoshka embeddings, which the model's are not", "leave it out")
     if sizes and dimensions not in sizes:
-        _refuse("dimensions", dimensions, "is none of the model's", f"use one of {', '.join(map(str, sizes))}", label)
+        reject("dimensions", dimensions, "is none of the model's", f"use one of {', '.join(map(str, sizes))}")
     if model is not None and model.hidden_size is not None and dimensions > model.hidden_size:
-        _refuse("dimensions", dimensions, "exceeds the embedding", f"use at most {model.hidden_size}", label)
-
-
-def _refuse(name: str, value: Any, problem: str, remedy: str, label: str) -> NoReturn:
-    raise RequestRejected(
-        f"{name}={value!r:.200} {problem}: {remedy}", parameter=name, value=value, remedy=remedy, request_id=label
-    )
+        reject("dimensions", dimensions, "exceeds the embedding", f"use at most {model.hidden_size}")

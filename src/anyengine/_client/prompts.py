@@ -45,38 +45,24 @@ class Embeddings(msgspec.Struct, frozen=True):
     token_ids: Sequence[int] | None = None
     is_token_ids: Sequence[bool] | None = None
 
-    def check(
-        self, limits: EngineLimits, *, enabled: bool, hidden_size: int | None, generates: bool, label: str
-    ) -> tuple[list[int] | None, list[bool] | None]:
+    def check(self, limits: EngineLimits, *, generates: bool) -> tuple[list[int] | None, list[bool] | None]:
         """The token ids and their marks, for a mixed prompt.
 
         Raises:
             RequestRejected: the engine does not take embeddings, or not these.
         """
-        if not enabled:
+        if not limits.prompt_embeds:
             # It would answer something meaningless.
-            _refuse(
-                self.tensor.shape, "the engine takes no embeddings", "start it with enable_prompt_embeds=True", label
-            )
-        if hidden_size is None:
-            _refuse(
-                self.tensor.shape, "the model's hidden size is unknown", "describe the engine with a model_dir", label
-            )
-        num_tokens, width = self.tensor.shape
-        if width != hidden_size:
-            _refuse(self.tensor.shape, "the rows have a wrong length", f"use rows of {hidden_size} numbers", label)
-        check_prompt_length(num_tokens, limits, generates=generates, request_id=label)
+            _refuse(self.tensor.shape, "the engine takes no embeddings", "start it with enable_prompt_embeds=True")
+        if limits.hidden_size is None:
+            _refuse(self.tensor.shape, "the model's hidden size is unknown", "describe the engine with a model_dir")
+        check_prompt_length(self.tensor.shape[0], limits, generates=generates)
         if (self.token_ids is None) != (self.is_token_ids is None):
-            _refuse(self.is_token_ids, "ids or marks alone say nothing", "give both", label)
+            _refuse(self.is_token_ids, "ids or marks alone say nothing", "give both")
         if self.token_ids is None or self.is_token_ids is None:
             return None, None
-        ids, marks = (
-            check_prompt(self.token_ids, limits, generates=generates, request_id=label),
-            list(self.is_token_ids),
-        )
-        if not len(ids) == len(marks) == num_tokens or any(type(mark) is not bool for mark in marks):
-            _refuse(self.is_token_ids, f"{num_tokens} ids and as many bools are needed", "give one for each row", label)
-        return ids, marks
+        ids = check_prompt(self.token_ids, limits, generates=generates)
+        return ids, list(self.is_token_ids)
 
 
 def is_embeddings(prompt: Prompt) -> bool:
@@ -115,11 +101,10 @@ def _all_finite(tensor: Tensor) -> bool:
     return math.isfinite(array.max()) and math.isfinite(array.min())  # NaN wins in both
 
 
-def _refuse(value: Any, problem: str, remedy: str, label: str | None = None) -> NoReturn:
+def _refuse(value: Any, problem: str, remedy: str) -> NoReturn:
     raise RequestRejected(
         f"prompt of embeddings ({value!r:.200}): {problem}; {remedy}",
         parameter="prompt_embeds",
         value=value,
         remedy=remedy,
-        request_id=label,
     )

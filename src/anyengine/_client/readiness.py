@@ -7,17 +7,14 @@ fail.
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import anyio
-import msgspec
 
 from anyengine._wire import lora_to_wire
 from anyengine.exceptions import RequestRejected, UtilityError
 from anyengine.params import LoRARequest
 
 from .core_client import EngineCoreClient
-from .request_builder import RequestBuilder
+from .engine_limits import learn_tasks
 
 __all__ = ["EngineReadiness"]
 
@@ -32,8 +29,9 @@ class EngineReadiness:
         self._loaded: dict[LoRARequest, None] = {}  # in the order of use, the latest last
         self._holders: dict[int, LoRARequest] = {}  # by adapter id: whom the engine takes it for
 
-    async def learn_tasks(self, builder: RequestBuilder) -> None:
-        """Ask the engine for its tasks, once; an engine that does not tell is taken for one that generates.
+    async def learn_tasks(self) -> None:
+        """Ask the engines that were not asked yet for their tasks, once; one that does not tell is taken for one that
+        generates.
 
         Raises:
             EngineDeadError: the engine died, or the client is closed.
@@ -44,12 +42,7 @@ class EngineReadiness:
             return
         async with self._asking:
             if not self._asked:  # another request may have, meanwhile
-                # What cannot be asked, or understood, stays unknown.
-                with suppress(UtilityError, msgspec.ValidationError):
-                    answers = await self._core.utility_on(None, "get_supported_tasks")
-                    builder.tasks = frozenset.intersection(
-                        *(msgspec.convert(answer, frozenset[str]) for answer in answers.values())
-                    )
+                await learn_tasks(self._core.usable_session())
                 self._asked = True
 
     def has_loaded(self, adapter: LoRARequest) -> bool:

@@ -6,18 +6,17 @@ byte. Sends nothing and registers nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any, Self, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import anyio.to_thread
 import msgspec
 
 from anyengine._protocol import EngineLimits, check_prompt, output_budget
-from anyengine._text import Detokenizer, ModelFacts, Tokenizer, settle_structured_outputs, tokenize_bad_words
+from anyengine._text import Detokenizer, Tokenizer, settle_structured_outputs, tokenize_bad_words
 from anyengine._wire import (
-    EngineCoreReadyResponse,
     EngineCoreRequest,
     WirePoolingParams,
     WireSamplingParams,
@@ -29,7 +28,7 @@ from anyengine.exceptions import RequestRejected
 from anyengine.outputs import TokenDecoder
 from anyengine.params import PoolingParams, SamplingParams
 
-from .engine_facts import EngineFacts
+from .model_files import ModelFiles
 from .pooling_checks import POOLING_TASKS, settle_pooling
 from .prompts import Embeddings, Prompt, is_embeddings, take_embeddings
 from .request_fields import RequestFields, check_fields
@@ -39,61 +38,24 @@ __all__ = ["RequestBuilder", "num_prompt_tokens"]
 
 _INLINE_TOKENIZE_CHARS = 16_384  # a few ms of a fast tokenizer; longer texts go to a worker thread
 _INLINE_COPY_BYTES = 1 << 20  # a few ms of looking through embeddings
-_NO_LIMIT_TOKENS = 1 << 31
 
 
 class RequestBuilder:
     """Makes engine-core requests for one session's model. Lifetime: one session."""
 
-    def __init__(
-        self,
-        model: ModelFacts | None,
-        tokenizer: Tokenizer | None,
-        trouble: RequestRejected | None,
-        registrations: Iterable[EngineCoreReadyResponse | None],
-        wire_id_prefix: str,
-        facts: EngineFacts | None = None,
-    ) -> None:
-        self._model = model
-        self._tokenizer = tokenizer
-        self._trouble = trouble
+    def __init__(self, files: ModelFiles, limits: EngineLimits, wire_id_prefix: str) -> None:
+        self._model, self._tokenizer, self._trouble = model, tokenizer, _ = files
         self._wire_id_prefix = wire_id_prefix
         self._count = 0
-        vocab_size = tokenizer.vocab_size if tokenizer else model.vocab_size if model else None
         self._eos_token_ids = tokenizer.eos_token_ids if tokenizer else model.eos_token_ids if model else ()
-        lengths = [ready.max_model_len for ready in registrations if ready is not None]
-        self.limits = EngineLimits(max_model_len=min(lengths, default=_NO_LIMIT_TOKENS), vocab_size=vocab_size)
-        self.facts: EngineFacts = facts or EngineFacts()
-        self.tasks: frozenset[str] | None = self.facts.tasks
-        """What the engine can do; ``None``: it does not say (yet)."""
+        self.take_limits(limits)
         self._backend: str | None = None
 
-    @classmethod
-    async def load(
-        cls,
-        model_dir: str | None,
-        registrations: Iterable[EngineCoreReadyResponse | None],
-        wire_id_prefix: str,
-        *,
-        facts: EngineFacts | None = None,
-        text: bool = True,
-    ) -> Self:
-        """Read the model's files in a worker thread.
-
-        A directory without a usable tokenizer is no error: token ids go in and out; text is refused with the reason.
-        The same without ``text``, which an engine may have been told to leave to others.
-
-        Raises:
-            RequestRejected: ``model_dir`` is no directory, or one of its files is broken.
-
-        Cancellation: returns at once; a disk that hangs keeps only its worker thread.
-        """
-        if model_dir is None:
-            return cls(None, None, None if text else _text_left_out(), registrations, wire_id_prefix, facts)
-        model, tokenizer, trouble = await anyio.to_thread.run_sync(_read_model_dir, model_dir, abandon_on_cancel=True)
-        if not text:
-            tokenizer, trouble = None, _text_left_out()
-        return cls(model, tokenizer, trouble, registrations, wire_id_prefix, facts)
+    def take_limits(self, limits: EngineLimits) -> None:
+        """Go by ``limits``, which are those of every engine, from now on."""
+        if limits.vocab_size is None and self._tokenizer is not None:
+            limits = dataclasses.replace(limits, vocab_size=self._tokenizer.vocab_size)
+        self.limits: EngineLimits = limits
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -157,11 +119,11 @@ class RequestBuilder:
             arrival_time=time.time(),
             external_req_id=label,
         )
-        self._put_prompt(request, prompt, generates=isinstance(params, SamplingParams))
         try:
+            self._put_prompt(request, prompt, generates=isinstance(params, SamplingParams))
             self._put_fields(request, fields)
             if isinstance(params, PoolingParams):
-                request.pooling_params = self._pooling(params, label)
+                request.pooling_params = self._pooling(params)
                 return request, None
             request.sampling_params = self._sampling(params, request)
         except RequestRejected as refusal:
@@ -181,61 +143,37 @@ class RequestBuilder:
     # ----------------------------------------------------------------- the parts
 
     def _put_prompt(self, request: EngineCoreRequest, prompt: Sequence[int] | Embeddings, *, generates: bool) -> None:
-        label = request.external_req_id
-        assert label is not None
         if not isinstance(prompt, Embeddings):
-            request.prompt_token_ids = check_prompt(prompt, self.limits, generates=generates, request_id=label)
+            request.prompt_token_ids = check_prompt(prompt, self.limits, generates=generates)
             return
-        request.prompt_token_ids, request.prompt_is_token_ids = prompt.check(
-            self.limits,
-            enabled=self.facts.prompt_embeds,
-            hidden_size=self._model.hidden_size if self._model else None,
-            generates=generates,
-            label=label,
-        )
+        request.prompt_token_ids, request.prompt_is_token_ids = prompt.check(self.limits, generates=generates)
         request.prompt_embeds = prompt.tensor
 
     def _put_fields(self, request: EngineCoreRequest, fields: RequestFields) -> None:
         if not fields:
             return
-        checked: dict[str, Any] = check_fields(
-            fields, self.facts, multimodal=self._model.multimodal if self._model else None
-        )
+        multimodal = self._model.multimodal if self._model else None
+        checked: dict[str, Any] = check_fields(fields, self.limits, multimodal=multimodal)
         if (adapter := checked.pop("lora_request", None)) is not None:
             request.lora_request = lora_to_wire(adapter)
             request.lora_request.load_inplace = False  # done, once, before; vLLM would load it again in every step
         for name, value in checked.items():
             setattr(request, name, value)
-        for feature in request.mm_features or ():
-            position = feature.mm_position
-            if (
-                position.offset < 0
-                or position.length < 1
-                or position.offset + position.length > num_prompt_tokens(request)
-            ):
-                raise RequestRejected(
-                    f"mm_features: {feature.identifier!r:.80} stands at {position.offset}, {position.length} tokens "
-                    f"long: outside the prompt of {num_prompt_tokens(request)} tokens",
-                    parameter="mm_features",
-                    value=position,
-                    remedy="give each feature the range of its placeholder tokens",
-                )
 
-    def _pooling(self, params: PoolingParams, label: str) -> WirePoolingParams:
-        return pooling_to_wire(settle_pooling(params, self.facts, self.tasks, self._model, label))
+    def _pooling(self, params: PoolingParams) -> WirePoolingParams:
+        return pooling_to_wire(settle_pooling(params, self.limits, self._model))
 
     def _sampling(self, params: SamplingParams, request: EngineCoreRequest) -> WireSamplingParams:
-        label, facts, limits = request.external_req_id, self.facts, self.limits
-        assert label is not None
-        if self.tasks is not None and self.tasks and self.tasks.issubset(POOLING_TASKS):
+        limits = self.limits
+        if limits.tasks and limits.tasks.issubset(POOLING_TASKS):
             raise RequestRejected(
-                f"the engine serves a model that does not generate; it can do {', '.join(sorted(self.tasks))}",
+                f"the engine serves a model that does not generate; it can do {', '.join(sorted(limits.tasks))}",
                 parameter="sampling_params",
                 value=params,
                 remedy="use encode()",
             )
         num_tokens, embeds = num_prompt_tokens(request), request.prompt_embeds is not None
-        check_sampling(params, facts, limits, num_prompt_tokens=num_tokens, embeds=embeds, label=label)
+        check_sampling(params, limits, num_prompt_tokens=num_tokens, embeds=embeds)
         bad_words_token_ids = tokenize_bad_words(self.tokenizer, params.bad_words) if params.bad_words else ()
         params, backend = self._constrained(params)
         if params.trace_decode_token_ids:
@@ -245,7 +183,7 @@ class RequestBuilder:
             params,
             eos_token_id=eos_ids[0] if eos_ids else None,
             extra_stop_token_ids=eos_ids[1:],
-            max_tokens=output_budget(num_tokens, params.max_tokens, params.min_tokens, limits, request_id=label),
+            max_tokens=output_budget(num_tokens, params.max_tokens, params.min_tokens, limits),
             bad_words_token_ids=bad_words_token_ids,
             structured_outputs_backend=backend,
         )
@@ -253,7 +191,7 @@ class RequestBuilder:
     def _constrained(self, params: SamplingParams) -> tuple[SamplingParams, str]:
         if params.structured_outputs is None:
             return params, ""
-        if not self.facts.tokenizer:
+        if not self.limits.tokenizer:
             raise RequestRejected(
                 "structured_outputs: the engine has no tokenizer, which it takes to enforce them",
                 parameter="structured_outputs",
@@ -261,7 +199,7 @@ class RequestBuilder:
                 remedy="start the engine without skip_tokenizer_init",
             )
         settled, backend = settle_structured_outputs(
-            params.structured_outputs, self.facts.structured_outputs_backend, self._backend
+            params.structured_outputs, self.limits.structured_outputs_backend, self._backend
         )
         if settled is not params.structured_outputs:
             params = msgspec.structs.replace(params, structured_outputs=settled)
@@ -282,44 +220,6 @@ def _replayed(params: SamplingParams, room_tokens: int) -> SamplingParams:
     return msgspec.structs.replace(
         params, trace_decode_token_ids=trace, max_tokens=max_tokens, min_tokens=0, ignore_eos=True, stop_token_ids=()
     )
-
-
-def _text_left_out() -> RequestRejected:
-    return RequestRejected(
-        "the engine was started with skip_tokenizer_init: token ids go in and out, and no text",
-        parameter="prompt",
-        remedy="give token ids; or leave skip_tokenizer_init out; or describe the engine with a model_dir",
-    )
-
-
-def _read_model_dir(model_dir: str) -> tuple[ModelFacts, Tokenizer | None, RequestRejected | None]:
-    try:
-        return _read_model_files(model_dir)
-    except RequestRejected:
-        raise
-    except BaseException as exc:
-        # An engine named the directory: what is in it can make parsers fail in ways of their own (a RecursionError; a
-        # panic of the Rust code, no Exception). Nothing else is raised in a worker thread, which knows no cancellation.
-        raise RequestRejected(  # noqa: ASYNC104
-            f"the model's files in {model_dir!r:.500} cannot be read: {type(exc).__name__}: {exc!s:.500}",
-            parameter="model",
-            value=model_dir,
-            remedy="repair the directory, or fetch the model again",
-        ) from exc
-
-
-def _read_model_files(model_dir: str) -> tuple[ModelFacts, Tokenizer | None, RequestRejected | None]:
-    facts = ModelFacts.read(model_dir)
-    try:
-        return facts, Tokenizer.from_directory(model_dir), None
-    except RequestRejected as trouble:
-        if (
-            (Path(model_dir) / "tokenizer.json").is_file()
-            and trouble.__cause__
-            and not isinstance(trouble.__cause__, ImportError)
-        ):
-            raise  # a broken file is the user's to repair; a missing one, or a missing package, may be what they want
-        return facts, None, trouble
 
 
 def _check_label(label: object) -> None:

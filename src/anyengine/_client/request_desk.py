@@ -19,23 +19,24 @@ from anyengine._wire import OutputBatch
 from anyengine.exceptions import (
     ClientClosedError,
     ClientFailedError,
-    EncodeError,
     EngineDeadError,
     OutputProcessingError,
-    RequestRejected,
 )
 from anyengine.outputs import TokenDecoder
 from anyengine.params import PoolingParams, SamplingParams
 
+from .burials import RankDeath
 from .core_client import EngineCoreClient
 from .dropped import DroppedRequests
+from .engine_limits import common_limits
 from .prompts import Embeddings, Prompt
 from .readiness import EngineReadiness
+from .refusals import in_users_words
 from .request_builder import RequestBuilder, num_prompt_tokens
 from .request_fields import RequestFields
 from .request_state import PooledRequestState, RequestState
 from .scores import ScoredRequestState, wants_scores
-from .session import RankDeath, SessionItem
+from .session import SessionItem
 from .wakeup import make_parker
 
 __all__ = ["RequestDesk"]
@@ -84,13 +85,19 @@ class RequestDesk:
         """
         self._core.usable_session()
         builder = self.builder
-        if builder.tasks is None:
-            await self._readiness.learn_tasks(builder)
+        if builder.limits.tasks is None:
+            await self._readiness.learn_tasks()
+            builder.take_limits(common_limits(self._session))
         prepared = await builder.encode(prompt)
         adapter = fields.get("lora_request")
         if adapter is not None and not self._readiness.has_loaded(adapter):
-            builder.build(prepared, params, label, fields)  # all else is checked before anything is sent
-            await self._readiness.load(adapter, builder.facts.max_loras)
+            # All else is checked before anything is sent; by now the engine may be dead.
+            self._core.usable_session()
+            request, _ = builder.build(prepared, params, label, fields)
+            request.lora_request = None
+            with in_users_words(request.external_req_id or ""):
+                self._session.connection.check(request, self._core.ranks[0])
+            await self._readiness.load(adapter, builder.limits.max_loras)
         await self._core.wait_room()  # behind it there is no other await before the request is sent
         return prepared
 
@@ -115,16 +122,8 @@ class RequestDesk:
         assert request.external_req_id is not None
         length = num_prompt_tokens(request)
         state = _make_state(request.request_id, request.external_req_id, params, length)
-        try:
+        with in_users_words(state.label):
             state.rank = self._core.add(request, state)
-        except EncodeError as exc:
-            raise RequestRejected(
-                f"the request cannot be sent: {exc}",
-                parameter=exc.field,
-                value=exc.type_name,
-                remedy="leave it out, or use an engine of a newer release",
-                request_id=state.label,
-            ) from exc
         self.builder.note_sent(request)
         return state, detokenizer, length
 
@@ -135,8 +134,6 @@ class RequestDesk:
     def abort(self, states: Sequence[RequestState]) -> None:
         """Abort requests in the engine and give their consumers the final item. Synchronous."""
         self._core.abort([state.wire_id for state in states])
-        for state in states:
-            state.finish_aborted()
 
     def live(self) -> list[RequestState]:
         """The requests that have not ended."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypedDict
 
+from anyengine._protocol import EngineLimits
 from anyengine._rules import INT64_MIN, Rule, flag, integer, mapping, record, reject, text
-from anyengine._wire import KvHintsEnvelope, MultiModalFeatureSpec, Tensor
+from anyengine._wire import KvHintsEnvelope, MultiModalFeatureSpec
 from anyengine.exceptions import RequestRejected
 from anyengine.params import LoRARequest
-
-from .engine_facts import EngineFacts
 
 __all__ = ["RequestFields", "check_field_names", "check_fields"]
 
@@ -61,20 +60,7 @@ def _features(name: str, value: Any) -> list[MultiModalFeatureSpec] | None:
     for feature in value:
         if not isinstance(feature, MultiModalFeatureSpec):
             reject(name, value, f"has a {type(feature).__name__} in it", remedy)
-        for key, elem in (feature.data or {}).items():
-            if (odd := _odd_tensor(elem.data)) is not None:
-                # It would end the engine's input thread. Not repaired: a feature is passed through as it is.
-                reject(f"{name}: {key}", odd, "is not spelled as vLLM reads it", "use Tensor.torch_spelled()")
     return list(value) or None
-
-
-def _odd_tensor(data: Any) -> Tensor | None:
-    """A tensor in ``data`` with numpy's name for its dtype."""
-    if isinstance(data, Tensor):
-        return data if data.dtype[:1] in "<>=|" else None
-    if isinstance(data, list | tuple):
-        return next((odd for item in data if (odd := _odd_tensor(item)) is not None), None)
-    return None
 
 
 _RULES: Final[dict[str, Rule]] = {
@@ -101,7 +87,7 @@ def check_field_names(function: str, fields: RequestFields) -> None:
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
-def check_fields(fields: RequestFields, facts: EngineFacts, *, multimodal: bool | None) -> dict[str, Any]:
+def check_fields(fields: RequestFields, limits: EngineLimits, *, multimodal: bool | None) -> dict[str, Any]:
     """Private copies of ``fields``; those that are ``None`` are left out.
 
     ``multimodal`` says whether the model takes more than text; ``None``: nobody knows.
@@ -111,11 +97,11 @@ def check_fields(fields: RequestFields, facts: EngineFacts, *, multimodal: bool 
     """
     given: Mapping[str, Any] = fields
     checked = {name: kept for name, value in given.items() if (kept := _RULES[name](name, value)) is not None}
-    if checked.get("lora_request") is not None and not facts.lora:
+    if checked.get("lora_request") is not None and limits.lora is False:
         _refuse(
             "lora_request", fields, "LoRA is not enabled in the engine, which would use the base model", "enable_lora"
         )
-    if checked.get("priority") and facts.priorities is False:
+    if checked.get("priority") and limits.priorities is False:
         _refuse("priority", fields, "the engine schedules first come, first served", "scheduling_policy='priority'")
     if "mm_features" in checked and not multimodal:
         # A vLLM engine with a model of text alone never schedules such a request, nor anything behind it.

@@ -77,7 +77,7 @@ class RequestState:
             self.error = error
             self.parker.wake()
 
-    def finish_aborted(self) -> None:
+    def aborted(self) -> None:
         """End with a normal final output: an abort that was asked for through this client."""
         if not self.ended:
             self.finish_reason = _ABORT

@@ -1,117 +1,84 @@
 """What sampling parameters must not ask of this model and this engine.
 
-Owns the checks that need the vocabulary, the prompt or the engine's arguments: an id outside the vocabulary ends a real
-engine, and a feature that is not enabled is silently ignored by it (both measured on vLLM 0.32.0). Ranges and
-contradictions are :mod:`anyengine.params`'s.
+Owns the checks of what an engine survives and a user would regret: a feature that is not enabled is silently ignored
+(measured on vLLM 0.32.0). Ranges and contradictions are :mod:`anyengine.params`'s; what ends an engine is admission's.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
-from anyengine._protocol import EngineLimits, check_token_ids
-from anyengine.exceptions import RequestRejected
+from anyengine._protocol import EngineLimits
+from anyengine._rules import reject
 from anyengine.params import SamplingParams
-
-from .engine_facts import EngineFacts
 
 __all__ = ["check_sampling"]
 
 _NOT_YET: Final = ("stop",)
 """Parameters whose client half does not exist yet: refused, never ignored."""
 
-_MAX_LOGPROB_TOKEN_IDS: Final = 128  # vLLM's MAX_LOGPROB_TOKEN_IDS: the size of a buffer on the device
-_ID_PARAMETERS: Final = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "trace_decode_token_ids")
 
-
-def check_sampling(
-    params: SamplingParams,
-    facts: EngineFacts,
-    limits: EngineLimits,
-    *,
-    num_prompt_tokens: int,
-    embeds: bool,
-    label: str,
-) -> None:
+def check_sampling(params: SamplingParams, limits: EngineLimits, *, num_prompt_tokens: int, embeds: bool) -> None:
     """Check ``params`` against the model, the engine and the prompt; ``embeds``: the prompt has embeddings in it.
 
     Raises:
-        RequestRejected: something that the engine does not survive, or would ignore.
+        RequestRejected: something that the engine would ignore, or does not allow.
     """
-    for name in _ID_PARAMETERS:
-        if ids := getattr(params, name):
-            check_token_ids(ids, limits.vocab_size, parameter=name, request_id=label)
-    if params.logit_bias:
-        check_token_ids(list(params.logit_bias), limits.vocab_size, parameter="logit_bias", request_id=label)
-    _refuse_unfinished(params, label)
-    _check_log_probs(params, facts, limits, label)
-    _check_prompt_scores(params, facts, limits, num_prompt_tokens, label)
+    _refuse_unfinished(params)
+    _check_log_probs(params, limits)
+    _check_prompt_scores(params, limits, num_prompt_tokens)
     if embeds and (params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None):
-        _refuse(
-            "prompt_logprobs", params.prompt_logprobs, "embeddings have no log-probabilities", "leave it out", label
-        )
+        reject("prompt_logprobs", params.prompt_logprobs, "embeddings have no log-probabilities", "leave it out")
     if params.routed_experts_prompt_start > num_prompt_tokens:
         start = params.routed_experts_prompt_start
-        _refuse("routed_experts_prompt_start", start, "exceeds the prompt", f"use at most {num_prompt_tokens}", label)
+        reject("routed_experts_prompt_start", start, "exceeds the prompt", f"use at most {num_prompt_tokens}")
     for name, enabled, argument in (
-        ("thinking_token_budget", facts.reasoning, "reasoning_parser"),
-        ("trace_decode_token_ids", facts.trace_replay, "enable_trace_replay"),
+        ("thinking_token_budget", limits.reasoning, "reasoning_parser"),
+        ("trace_decode_token_ids", limits.trace_replay, "enable_trace_replay"),
     ):
         if (value := getattr(params, name)) is not None and not enabled:
             remedy = f"leave it out, or start the engine with the argument {argument}"
-            _refuse(name, value, "would be ignored by the engine", remedy, label)
+            reject(name, value, "would be ignored by the engine", remedy)
 
 
-def _check_log_probs(params: SamplingParams, facts: EngineFacts, limits: EngineLimits, label: str) -> None:
-    allowed = _allowed(facts, limits)
+def _check_log_probs(params: SamplingParams, limits: EngineLimits) -> None:
+    allowed = _allowed(limits)
     for name in ("logprobs", "prompt_logprobs"):
         asked = getattr(params, name)
         if asked is None or (name == "logprobs" and params.logprob_token_ids is not None):
             continue
-        if asked == -1 and facts.max_logprobs != -1:
+        if asked == -1 and limits.max_logprobs != -1:
             remedy = f"use at most {allowed}, or start the engine with max_logprobs=-1"
-            _refuse(name, asked, "asks for the whole vocabulary, which the engine does not allow", remedy, label)
+            reject(name, asked, "asks for the whole vocabulary, which the engine does not allow", remedy)
         if asked > allowed:
             more = "" if limits.vocab_size == allowed else f", or start the engine with max_logprobs={asked}"
-            _refuse(name, asked, "is too many", f"use at most {allowed}{more}", label)
-    if params.logprob_token_ids is not None and (count := len(params.logprob_token_ids)) > _MAX_LOGPROB_TOKEN_IDS:
-        _refuse("logprob_token_ids", count, "is too many", f"use at most {_MAX_LOGPROB_TOKEN_IDS}", label)
+            reject(name, asked, "is too many", f"use at most {allowed}{more}")
 
 
-def _check_prompt_scores(
-    params: SamplingParams, facts: EngineFacts, limits: EngineLimits, num_prompt_tokens: int, label: str
-) -> None:
+def _check_prompt_scores(params: SamplingParams, limits: EngineLimits, num_prompt_tokens: int) -> None:
     name, rows = "prompt_logprob_token_ids", params.prompt_logprob_token_ids
     if rows is None:
         return
     expected = max(num_prompt_tokens - 1 - (params.prompt_logprob_start or 0), 0)
     if len(rows) != expected:
         remedy = f"give {expected} rows: prompt tokens - 1 - prompt_logprob_start"
-        _refuse(name, len(rows), "rows do not fit the prompt", remedy, label)
-    if (width := len(rows[0])) > (allowed := _allowed(facts, limits)):
-        _refuse(name, width, "ids for each position are too many", f"use at most {allowed}", label)
-    for row in rows:
-        check_token_ids([i for i in row if i != -1], limits.vocab_size, parameter=name, request_id=label)
+        reject(name, len(rows), "rows do not fit the prompt", remedy)
+    if (width := len(rows[0])) > (allowed := _allowed(limits)):
+        reject(name, width, "ids for each position are too many", f"use at most {allowed}")
 
 
-def _allowed(facts: EngineFacts, limits: EngineLimits) -> int:
+def _allowed(limits: EngineLimits) -> int:
     """How many log-probabilities a position may have."""
     vocab_size = limits.vocab_size
-    if facts.max_logprobs == -1:
+    if limits.max_logprobs == -1:
         return 2**31 - 1 if vocab_size is None else vocab_size
-    return facts.max_logprobs if vocab_size is None else min(facts.max_logprobs, vocab_size)
+    return limits.max_logprobs if vocab_size is None else min(limits.max_logprobs, vocab_size)
 
 
-def _refuse_unfinished(params: SamplingParams, label: str) -> None:
+def _refuse_unfinished(params: SamplingParams) -> None:
     named: dict[str, Any] = {name: value for name in _NOT_YET if (value := getattr(params, name))}
     if params.n > 1:
         named["n"] = params.n
     for name, value in named.items():
         remedy = "leave it out" + (" (stop_token_ids works)" if name == "stop" else "")
-        _refuse(name, value, "is not supported by this release of the client", remedy, label)
-
-
-def _refuse(name: str, value: Any, problem: str, remedy: str, label: str) -> NoReturn:
-    raise RequestRejected(
-        f"{name}={value!r:.200} {problem}: {remedy}", parameter=name, value=value, remedy=remedy, request_id=label
-    )
+        reject(name, value, "is not supported by this release of the client", remedy)

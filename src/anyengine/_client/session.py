@@ -11,7 +11,6 @@ import logging
 import math
 import threading
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import TypeAlias, TypeVarTuple
 
 import anyio
@@ -21,7 +20,6 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from anyengine._process.attached import AttachedRank
 from anyengine._process.supervisor import SupervisedEngine
 from anyengine._protocol import Connection, DeadSentinel, Frames, MalformedMessage, UtilityReply
-from anyengine._protocol.suspicion import SENTINEL
 from anyengine._transport.abc import Message, PeerUnreachable
 from anyengine._transport.endpoints import Endpoints
 from anyengine._wire import EngineCoreOutputs, EngineCoreReadyResponse, OutputBatch, engine_identity
@@ -34,25 +32,16 @@ from anyengine.exceptions import (
     WrongLoopError,
 )
 
+from .burials import Burials, RankDeath
 from .liveness import Liveness
 from .send_budget import SendBudget
 from .settings import ClientState, Notification, SessionSettings
 
-__all__ = ["RankDeath", "Session", "SessionItem"]
+__all__ = ["Session", "SessionItem"]
 
 _logger = logging.getLogger("anyengine.client")
 
-_LAST_WORDS_S = 1.0  # how long a dying engine may take to exit, so that the error can say how it ended
-
 ArgsT = TypeVarTuple("ArgsT")
-
-
-@dataclass(frozen=True, slots=True)
-class RankDeath:
-    """One rank of several has died, and the session goes on without it."""
-
-    rank: int
-    error: EngineDeadError
 
 
 SessionItem: TypeAlias = EngineCoreOutputs | UtilityReply | RankDeath | EngineDeadError
@@ -83,8 +72,7 @@ class Session:
         self.engines: dict[int, SupervisedEngine | AttachedRank] = {}
         self.registrations: dict[int, EngineCoreReadyResponse | None] = {}
         self.merged_registration: EngineCoreReadyResponse | None = None
-        self.deaths: dict[int, EngineDeadError] = {}
-        self.rank_ended: dict[int, anyio.Event] = {rank: anyio.Event() for rank in self.ranks}
+        self.burials: Burials = Burials(self, self.ranks)
         self.feed, self.stream = anyio.create_memory_object_stream[SessionItem](math.inf)
         self.liveness: Liveness = Liveness(self, self.ranks)
         self.send_budget: SendBudget = SendBudget(self, self.ranks, settings.max_unread_bytes)
@@ -96,8 +84,6 @@ class Session:
         self._unwatched: dict[int, anyio.Event] = {}
         self._drain_scope = anyio.CancelScope()
         self._drained = anyio.Event()
-        self._dying: dict[int, tuple[str | None, type[EngineDeadError]]] = {}
-        self._burials = anyio.Lock()
 
     # --------------------------------------------------------------------- state
 
@@ -111,15 +97,15 @@ class Session:
         """The engine processes that are ours."""
         return [engine for engine in self.engines.values() if isinstance(engine, SupervisedEngine)]
 
-    def check_rank(self, rank: int) -> int:
-        """``rank``, if it is one of the session's.
+    def check_rank(self, rank: int, parameter: str = "rank") -> int:
+        """``rank``, if it is one of the session's; ``parameter`` is who says it.
 
         Raises:
             RequestRejected: it is not.
         """
-        if rank not in self.rank_ended:
+        if rank not in self.ranks:
             remedy = f"use one of {', '.join(map(str, self.ranks))}"
-            raise RequestRejected(f"there is no rank {rank!r}", parameter="rank", value=rank, remedy=remedy)
+            raise RequestRejected(f"there is no rank {rank!r}", parameter=parameter, value=rank, remedy=remedy)
         return rank
 
     def send(self, rank: int, frames: Frames) -> None:
@@ -128,22 +114,15 @@ class Session:
         Raises:
             EngineDeadError: it is dead, or cannot be reached, which is the same.
         """
-        if rank in self.deaths:
-            raise self.death(rank)
+        if rank in self.burials.deaths:
+            raise self.burials.death(rank)
         try:
             self.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
         except PeerUnreachable as exc:
             # Its process may still be on its way out: what everyone will be told is told here already.
             symptom = "its input connection is gone"
-            self.bury(rank, symptom)
-            raise self.death(rank, symptom) from exc
-
-    def death(self, rank: int, symptom: str | None = None) -> EngineDeadError:
-        """Why ``rank`` is of no use: the error it died of, or, should it still be dying, what is known by now."""
-        if rank in self.deaths:
-            return self.deaths[rank].for_waiter()
-        noted, kind = self._dying.get(rank, (None, EngineDeadError))
-        return self.engines[rank].death(noted or symptom, kind)
+            self.burials.bury(rank, symptom)
+            raise self.burials.death(rank, symptom) from exc
 
     def check_usable(self) -> None:
         """Raise the error that a new call deserves, if any.
@@ -177,9 +156,7 @@ class Session:
             self.state = ClientState.DEAD
         self.feed.send_nowait(cause)
         self.feed.close()
-        for rank in self.ranks:
-            self.deaths.setdefault(rank, cause)
-            self.rank_ended[rank].set()
+        self.burials.all_end(cause)
         self.ended.set()
         self.send_budget.wake()
         if not self.in_order:
@@ -190,9 +167,9 @@ class Session:
     def close(self) -> None:
         """End the session since its block is being left, or cancelled; with the death of an engine that is dying, if
         none is left that serves."""
-        dying = [rank for rank in self._dying if rank not in self.deaths]
+        dying = self.burials.untold
         alone = dying and not self.connection.rota.serving
-        self.end(self.death(dying[0]) if alone else ClientClosedError("the client was closed"))
+        self.end(self.burials.death(dying[0]) if alone else ClientClosedError("the client was closed"))
 
     def told_everyone(self) -> None:
         """Every waiter has been told of the cause: now the body may be cancelled."""
@@ -248,6 +225,11 @@ class Session:
         self._drain_scope.cancel()
         await self._drained.wait()
 
+    def resume_drain(self) -> None:
+        """Start the output drain again, which :meth:`stop_drain` has ended."""
+        self._drain_scope, self._drained = anyio.CancelScope(), anyio.Event()
+        self.tasks.start_soon(self.own, self.drain_outputs)
+
     def receive(self, messages: list[Message]) -> None:
         """Decode what came over the output socket and hand it over."""
         now_s = anyio.current_time()
@@ -300,58 +282,7 @@ class Session:
         finally:
             self._unwatched[engine.rank].set()
         if self.is_ready:
-            self.bury(engine.rank)
-
-    def bury(self, rank: int, symptom: str | None = None, kind: type[EngineDeadError] = EngineDeadError) -> None:
-        """The rank is dying, dead or of no use any more: it gets no more work from now on, and its death is told when
-        everything that it still sent has been. Synchronous, idempotent."""
-        if self.cause is None and self.connection.rota.retire(rank):
-            self.liveness.suspicion.retired(rank)
-            self.send_budget.wake()
-            self._dying[rank] = symptom, kind
-            self.tasks.start_soon(self.own, self._bury, rank)
-
-    async def _bury(self, rank: int) -> None:
-        """Learn how the rank ended and take what it still sent, then tell of its death."""
-        symptom, kind = self._dying[rank]
-        engine = self.engines[rank]
-        if kind is EngineDeadError:  # a stuck one does not end
-            with anyio.move_on_after(_LAST_WORDS_S):
-                await engine.wait_ended()
-                await self.liveness.outputs_settled()
-        async with self._burials:
-            if self.cause is not None:
-                return
-            await self.stop_drain()
-            with anyio.move_on_after(_LAST_WORDS_S):  # a broken one lives on, and may send without end
-                while messages := self.endpoints.outputs.drain_nowait():
-                    self.receive(messages)
-                    await anyio.lowlevel.checkpoint()
-            if isinstance(engine, SupervisedEngine) and engine.child.exited.is_set():
-                self.liveness.suspicion.ended(rank)
-            if self._lose(rank, engine.death(symptom, kind)):
-                self._drain_scope, self._drained = anyio.CancelScope(), anyio.Event()
-                self.tasks.start_soon(self.own, self.drain_outputs)
-            else:
-                self.endpoints.outputs.close()  # nobody listens any more: what still comes must not fill our memory
-        if symptom is not None and symptom != SENTINEL and isinstance(engine, SupervisedEngine):
-            engine.child.terminate()  # of no use any more, and it would never end by itself
-
-    def _lose(self, rank: int, death: EngineDeadError) -> bool:
-        """Tell of a rank's death; whether the session goes on without it."""
-        rota = self.connection.rota
-        rota.bury(rank)
-        self.deaths[rank] = death
-        if not rota.alive:
-            self.end(death)
-        if self.cause is not None:
-            return False
-        _logger.error("engine %d is lost, %d of %d go on: %s", rank, len(rota.serving), len(self.ranks), death)
-        self.rank_ended[rank].set()
-        if not self.in_order:
-            self.connection.utilities.fail_all(death, rank)
-        self.feed.send_nowait(RankDeath(rank, death))
-        return True
+            self.burials.bury(engine.rank)
 
     async def _handle(self, handler: Callable[[Notification], Awaitable[None]], notification: Notification) -> None:
         """An EEP notification's (or fault status') handler: a child task of the session."""

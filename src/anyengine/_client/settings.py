@@ -1,15 +1,21 @@
-"""What a session is told by its client, and where it can be in its life. Owns no behaviour."""
+"""What a session is told by its client, and where it can be in its life.
+
+Owns the checks of what a client is told, and what stands for what it is not told (:mod:`.defaults`).
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, Self, TypeAlias
 
+from anyengine._environment import ENGINE_READY_TIMEOUT_S
 from anyengine._process.status import Status
 from anyengine._protocol import EEPNotification, FaultStatus
-from anyengine.config import AttachedEngine, EngineSettings
+from anyengine.config import AttachedEngine, EmbeddedEngine, EngineSettings, VLLMEngine
+
+from .defaults import default_grace_s, warn_of_pickles
 
 __all__ = ["ClientState", "Notification", "SessionSettings"]
 
@@ -41,7 +47,65 @@ class SessionSettings:
     on_progress: Callable[[Status], None] | None
     on_notification: Callable[[Notification], Awaitable[None]] | None
 
+    @classmethod
+    def of(
+        cls,
+        engine: EngineSettings | Sequence[EngineSettings] | None,
+        *,
+        startup_timeout_s: float | None,
+        shutdown_grace_s: float | None,
+        liveness_timeout_s: float | None,
+        max_unread_bytes: int,
+        on_death: Literal["report", "cancel"],
+        on_progress: Callable[[Status], None] | None,
+        on_notification: Callable[[Notification], Awaitable[None]] | None,
+    ) -> Self:
+        """What :class:`EngineCoreClient` was given, checked and filled in.
+
+        Raises:
+            ValueError: a value makes no sense, or an environment variable that stands for one.
+        """
+        if on_death not in ("report", "cancel"):
+            raise ValueError(f"on_death={on_death!r} must be 'report' or 'cancel'")
+        if liveness_timeout_s is not None and not liveness_timeout_s > 0:
+            raise ValueError(f"liveness_timeout_s={liveness_timeout_s!r} must be above 0, or None for no limit")
+        if max_unread_bytes < 1:
+            raise ValueError(f"max_unread_bytes={max_unread_bytes!r} must be at least 1")
+        engines = _engines(engine)
+        warn_of_pickles(engines)
+        return cls(
+            engines=engines,
+            startup_timeout_s=ENGINE_READY_TIMEOUT_S.value() if startup_timeout_s is None else startup_timeout_s,
+            shutdown_grace_s=default_grace_s(engines) if shutdown_grace_s is None else shutdown_grace_s,
+            liveness_timeout_s=liveness_timeout_s,
+            max_unread_bytes=max_unread_bytes,
+            on_death=on_death,
+            on_progress=on_progress,
+            on_notification=on_notification,
+        )
+
     def engine_of(self, rank: int) -> EngineSettings:
         """What was started as ``rank``; or what was joined, with all its ranks."""
         first = self.engines[0]
         return first if isinstance(first, AttachedEngine) else self.engines[rank]
+
+
+def _engines(engine: EngineSettings | Sequence[EngineSettings] | None) -> tuple[EngineSettings, ...]:
+    """The engines, one for each rank.
+
+    Raises:
+        ValueError: there is none, or an engine that stands for several ranks is not alone.
+    """
+    engines = (EmbeddedEngine() if engine is None else engine,) if not isinstance(engine, Sequence) else tuple(engine)
+    if not engines:
+        raise ValueError("engine=[] starts nothing: give one engine for each rank")
+    joined = [one for one in engines if isinstance(one, AttachedEngine)]
+    if joined and len(engines) > 1:
+        raise ValueError(f"{joined[0]!r} stands for all ranks of a client: it cannot be one of {len(engines)} engines")
+    sizes = [one.understood.data_parallel_size for one in engines if isinstance(one, VLLMEngine)]
+    if max(sizes, default=1) > 1 and len(engines) > 1:
+        raise ValueError(
+            f"data_parallel_size={max(sizes)} stands for all ranks of a client: that engine cannot be one of "
+            f"{len(engines)}; leave it out"
+        )
+    return engines * max(sizes, default=1)

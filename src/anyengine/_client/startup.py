@@ -97,7 +97,7 @@ def _be_ready(session: Session) -> None:
     # It died between READY and here, when it was still taken for a start-up failure; or one of its threads did.
     for engine in session.children:
         if engine.child.exited.is_set():
-            session.bury(engine.rank)
+            session.burials.bury(engine.rank)
     session.liveness.investigate()
     if (limit_s := session.settings.liveness_timeout_s) is not None:
         for rank in session.ranks:
@@ -257,5 +257,5 @@ async def _settle_dialects(session: Session) -> None:
             raise session.engines[rank].startup_timeout(_PROBE_LIMIT_S)
         if session.cause is not None:
             raise session.cause.for_waiter()
-        if rank not in session.deaths:
+        if rank not in session.burials.deaths:
             connection.dialects.probed(rank, found=call.error is None)

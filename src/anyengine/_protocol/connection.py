@@ -8,6 +8,7 @@ frames; the caller sends them without an await in between, and closes what it op
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 from anyengine._rules import reject
@@ -28,7 +29,7 @@ from .adapters import LoadedAdapters
 from .admission import EngineLimits, check_request, check_utility
 from .events import DeadSentinel, EEPNotification, Event, FaultStatus, MalformedMessage, UtilityReply
 from .ranks import RankRota
-from .requests import OutputConsumer, RequestRegistry
+from .requests import OutputConsumer, RequestEntry, RequestRegistry
 from .utilities import PendingCall, UtilityRegistry
 
 __all__ = ["Connection", "Frames"]
@@ -70,14 +71,11 @@ class Connection:
 
     # ------------------------------------------------------------------ commands
 
-    def add(self, request: EngineCoreRequest, rank: int, consumer: OutputConsumer) -> Frames:
-        """Register ``request`` for ``rank``; the frames of its ADD.
+    def check(self, request: EngineCoreRequest, rank: int) -> Frames:
+        """What :meth:`add` does before it registers ``request``.
 
         Raises:
-            EncodeError: a value cannot be encoded; nothing is registered.
-            RequestRejected: the engine would not survive it; nothing is registered.
-            LocalProtocolError: the id is alive already or was aborted, or the request names another client's output
-                socket.
+            EncodeError, RequestRejected, LocalProtocolError: see :meth:`add`.
         """
         if not isinstance(request, EngineCoreRequest):
             reject("request", request, f"is a {type(request).__name__}", "use an EngineCoreRequest")
@@ -89,11 +87,24 @@ class Connection:
         dialect = self._dialect(rank)
         frames = dialect.encode_add(request)
         check_request(request, frames, dialect, self._limits(rank), self.adapters.of(rank))
+        return frames
+
+    def add(self, request: EngineCoreRequest, rank: int, consumer: OutputConsumer) -> Frames:
+        """Register ``request`` for ``rank``; the frames of its ADD.
+
+        Raises:
+            EncodeError: a value cannot be encoded; nothing is registered.
+            RequestRejected: the engine would not survive it; nothing is registered.
+            LocalProtocolError: the id is alive already or was aborted, or the request names another client's output
+                socket.
+        """
+        frames = self.check(request, rank)
         self.requests.open(request.request_id, rank, consumer)
         return frames
 
     def abort(self, request_ids: str | Iterable[str]) -> list[tuple[int, Frames]]:
-        """Forget the live ones among ``request_ids``; one ABORT for each rank concerned, to be sent at once.
+        """Forget the live ones among ``request_ids`` and tell their consumers; one ABORT for each rank concerned, to be
+        sent at once.
 
         Raises:
             RequestRejected: one is not a str; nothing has changed.
@@ -107,10 +118,14 @@ class Connection:
             if not isinstance(request_id, str):
                 reject("request_ids", request_id, f"is a {type(request_id).__name__}", "use the str ids of requests")
         messages: list[tuple[int, Frames]] = []
+        closed: list[RequestEntry] = []
         for rank, ids in self.requests.by_rank(request_ids).items():
             messages.append((rank, self._dialect(rank).encode_abort(ids)))
-            for request_id in ids:
-                self.requests.close(request_id, aborted=True)
+            closed += filter(None, [self.requests.close(request_id, aborted=True) for request_id in ids])
+        for entry in closed:
+            if not entry.broken:
+                with suppress(Exception):  # whatever a consumer makes of it: the engine must hear of all of them
+                    entry.consumer.aborted()
         return messages
 
     def utility(

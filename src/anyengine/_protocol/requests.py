@@ -1,7 +1,7 @@
 """The request registry: which requests this client has in its engines, and who gets their outputs.
 
 Owns the answer to "is this id ours, and alive?". An entry exists from the moment before its ADD is sent until its final
-output or its abort. Pure: consumers are objects with two synchronous methods; nothing here sends or waits.
+output or its abort. Pure: consumers are objects with three synchronous methods; nothing here sends or waits.
 """
 
 from __future__ import annotations
@@ -21,22 +21,28 @@ _REMEMBERED = 8192
 
 
 class OutputConsumer(Protocol):
-    """Where a request's outputs go. Both methods are synchronous and must not block."""
+    """Where a request's outputs go. The methods are synchronous and must not block. What ends it is called once, last:
+    :meth:`push` of an output with a finish reason, :meth:`fail` or :meth:`aborted`."""
 
     def push(self, output: EngineCoreOutput) -> None:
-        """Take one output; the one with a finish reason is the last."""
+        """Take one output."""
 
     def fail(self, error: BaseException) -> None:
-        """No further output will come; ``error`` is why. Called at most once, and never after the last output."""
+        """No further output will come; ``error`` is why."""
+
+    def aborted(self) -> None:
+        """Aborted through this client: no further output will come."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestEntry:
-    """One live request. ``consumer`` outlives the entry; the entry never outlives the request."""
+    """One live request. ``consumer`` outlives the entry; the entry never outlives the request. ``broken``: the consumer
+    could not take an output, and whoever was told of it tells it so."""
 
     request_id: str
     rank: int
     consumer: OutputConsumer
+    broken: bool = False
 
 
 @dataclass(slots=True)
@@ -99,11 +105,12 @@ class RequestRegistry:
                 continue
             if output.finish_reason is not None:
                 del self.live[output.request_id]
-            if failures and any(entry is failed for failed, _ in failures):
+            if entry.broken:
                 continue  # after what it could not take there would be a hole
             try:
                 entry.consumer.push(output)
             except Exception as exc:  # noqa: BLE001 - rule 5: whatever it is, it is this one request's error
+                entry.broken = True
                 failures.append((entry, exc))
         return failures
 

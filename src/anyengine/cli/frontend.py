@@ -25,10 +25,12 @@ from signal import SIGTERM
 from typing import Any, TypeAlias
 
 import anyio
+import msgspec
 
 from anyengine import EngineClient, InheritedEngine
 from anyengine.cli.rendering import error_lines
 from anyengine.cli.run import until_signal
+from anyengine.vllm.arguments import understand_arguments
 
 __all__ = [
     "APP_VARIABLE",
@@ -84,6 +86,7 @@ class FrontendOptions:
             ranks=self.engine_count,
             start_rank=self.engine_start_index,
             model_dir=self._model_dir(),
+            args=self._engine_args(),
         )
 
     def ready_timeout_s(self) -> float:
@@ -91,9 +94,22 @@ class FrontendOptions:
         value = self.args_json.get("engine_ready_timeout_secs")
         return float(value) if isinstance(value, int | float) and value > 0 else _READY_TIMEOUT_S
 
+    def _engine_args(self) -> Mapping[str, Any]:
+        """What the parent's engines were started with: it says what is not the default, so the rest is."""
+        if not self.args_json:
+            return {}
+        try:
+            return msgspec.structs.asdict(understand_arguments({"model": self._model(), **self.args_json}))
+        except ValueError as error:  # of a newer parent
+            _logger.warning("the parent's arguments are not understood, so none of them is known: %s", error)
+            return {}
+
+    def _model(self) -> Any:
+        return self.args_json.get("model") or self.args_json.get("model_tag")
+
     def _model_dir(self) -> str | None:
         """The directory with model and tokenizer, if the parent serves a local one."""
-        model = self.args_json.get("model") or self.args_json.get("model_tag")
+        model = self._model()
         if self.args_json.get("tokenizer", model) != model:
             _logger.warning("the parent's tokenizer is not its model's: prompts must be token ids")
             return None

@@ -20,7 +20,7 @@ __all__ = ["UnderstoodArguments", "understand_arguments"]
 class UnderstoodArguments(msgspec.Struct, frozen=True, kw_only=True):
     """What a client knows of an engine's arguments: vLLM's names, and vLLM's defaults where nothing was given.
 
-    ``structured_outputs_config`` has only the keys that were given.
+    Configurations (``*_config``) have only the keys that were given.
     """
 
     # The model and its tokenizer.
@@ -68,6 +68,10 @@ class UnderstoodArguments(msgspec.Struct, frozen=True, kw_only=True):
     max_lora_rank: int = 16
     structured_outputs_config: dict[str, Any] = {}
     reasoning_parser: str = ""
+    reasoning_config: dict[str, Any] | None = None
+    pooler_config: dict[str, Any] | None = None
+    enable_trace_replay: bool = False
+    enable_fault_tolerance: bool = False
     scheduling_policy: str = "fcfs"
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
@@ -86,6 +90,13 @@ class UnderstoodArguments(msgspec.Struct, frozen=True, kw_only=True):
     def structured_outputs_backend(self) -> str:
         """``"auto"``, or the backend that was chosen for structured outputs."""
         return str(self.structured_outputs_config.get("backend", "auto"))
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the engine tells a model's reasoning from its answer."""
+        return bool(
+            self.reasoning_parser or self.reasoning_config or self.structured_outputs_config.get("reasoning_parser")
+        )
 
 
 _NAMES: Final = UnderstoodArguments.__struct_fields__

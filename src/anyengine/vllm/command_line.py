@@ -73,6 +73,7 @@ _BY_TYPE: Final[Mapping[str, Mapping[str, Any]]] = {
     "int | None": _INT,
     "str": _TEXT,
     "str | None": _TEXT_OR_NONE,
+    "dict[str, Any] | None": _reader("JSON", json.loads, optional=True),
 }
 
 _OTHERWISE: Final[Mapping[str, Mapping[str, Any]]] = {

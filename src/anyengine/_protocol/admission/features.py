@@ -30,7 +30,7 @@ _INTS: Final[dict[str, Literal["i", "q"]]] = {"<i4": "i", "<i8": "q", "int32": "
 
 def _check_torch(parameter: str, tensor: Tensor) -> None:
     if not is_torch_dtype(tensor.dtype):
-        remedy = "use torch's name for it, such as 'float32'"
+        remedy = "use torch's name for it, such as 'float32': Tensor.torch_spelled()"
         reject(f"{parameter}.dtype", tensor.dtype, "is no dtype of torch's, which reads this tensor", remedy)
 
 

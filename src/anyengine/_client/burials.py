@@ -1,0 +1,123 @@
+"""How the ranks of a session die: one by one, each with its own cause, and everything it still said comes first.
+
+Owns which ranks are dying or dead, and of what. Who is to be buried is found out elsewhere (:mod:`.liveness`, the
+supervisors of the processes); what the last death means for the session is the session's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import anyio
+import anyio.lowlevel
+
+from anyengine._process.supervisor import SupervisedEngine
+from anyengine._protocol.suspicion import SENTINEL
+from anyengine.exceptions import EngineDeadError
+
+if TYPE_CHECKING:
+    from .session import Session
+
+__all__ = ["Burials", "RankDeath"]
+
+_logger = logging.getLogger("anyengine.client")
+
+_LAST_WORDS_S = 1.0  # how long a dying engine may take to exit, so that the error can say how it ended
+
+
+@dataclass(frozen=True, slots=True)
+class RankDeath:
+    """One rank of several has died, and the session goes on without it."""
+
+    rank: int
+    error: EngineDeadError
+
+
+class Burials:
+    """See the module. Lifetime: one session, in whose tasks the burials run, one after the other.
+
+    Invariants: a rank is buried once; its death is told behind everything that it sent.
+    """
+
+    def __init__(self, session: Session, ranks: Iterable[int]) -> None:
+        self._session = session
+        self.deaths: dict[int, EngineDeadError] = {}
+        """What each rank died of, once that is told."""
+        self.ended: dict[int, anyio.Event] = {rank: anyio.Event() for rank in ranks}
+        """Set when the rank's death is told, or when the session has ended."""
+        self._dying: dict[int, tuple[str | None, type[EngineDeadError]]] = {}
+        self._one_by_one = anyio.Lock()
+
+    @property
+    def untold(self) -> list[int]:
+        """The ranks that are dying, in the order in which that was noticed."""
+        return [rank for rank in self._dying if rank not in self.deaths]
+
+    def bury(self, rank: int, symptom: str | None = None, kind: type[EngineDeadError] = EngineDeadError) -> None:
+        """The rank is dying, dead or of no use any more: it gets no more work from now on, and its death is told when
+        everything that it still sent has been. Synchronous, idempotent."""
+        session = self._session
+        if session.cause is None and session.connection.rota.retire(rank):
+            session.liveness.suspicion.retired(rank)
+            session.send_budget.wake()
+            self._dying[rank] = symptom, kind
+            session.tasks.start_soon(session.own, self._bury, rank)
+
+    def death(self, rank: int, symptom: str | None = None) -> EngineDeadError:
+        """Why ``rank`` is of no use: the error it died of, or, should it still be dying, what is known by now."""
+        if rank in self.deaths:
+            return self.deaths[rank].for_waiter()
+        noted, kind = self._dying.get(rank, (None, EngineDeadError))
+        return self._session.engines[rank].death(noted or symptom, kind)
+
+    def all_end(self, cause: EngineDeadError) -> None:
+        """The session has ended, and all ranks with it, of what they died of or of ``cause``. Synchronous."""
+        for rank, ended in self.ended.items():
+            self.deaths.setdefault(rank, cause)
+            ended.set()
+
+    async def _bury(self, rank: int) -> None:
+        """Learn how the rank ended and take what it still sent, then tell of its death."""
+        session = self._session
+        symptom, kind = self._dying[rank]
+        engine = session.engines[rank]
+        if kind is EngineDeadError:  # a stuck one does not end
+            with anyio.move_on_after(_LAST_WORDS_S):
+                await engine.wait_ended()
+                await session.liveness.outputs_settled()
+        async with self._one_by_one:
+            if session.cause is not None:
+                return
+            await session.stop_drain()
+            with anyio.move_on_after(_LAST_WORDS_S):  # a broken one lives on, and may send without end
+                while messages := session.endpoints.outputs.drain_nowait():
+                    session.receive(messages)
+                    await anyio.lowlevel.checkpoint()
+            if isinstance(engine, SupervisedEngine) and engine.child.exited.is_set():
+                session.liveness.suspicion.ended(rank)
+            if self._lose(rank, engine.death(symptom, kind)):
+                session.resume_drain()
+            else:
+                session.endpoints.outputs.close()  # nobody listens any more: what still comes must not fill our memory
+        if symptom is not None and symptom != SENTINEL and isinstance(engine, SupervisedEngine):
+            engine.child.terminate()  # of no use any more, and it would never end by itself
+
+    def _lose(self, rank: int, death: EngineDeadError) -> bool:
+        """Tell of a rank's death; whether the session goes on without it."""
+        session = self._session
+        rota = session.connection.rota
+        rota.bury(rank)
+        self.deaths[rank] = death
+        if not rota.alive:
+            session.end(death)
+        if session.cause is not None:
+            return False
+        _logger.error("engine %d is lost, %d of %d go on: %s", rank, len(rota.serving), len(session.ranks), death)
+        self.ended[rank].set()
+        if not session.in_order:
+            session.connection.utilities.fail_all(death, rank)
+        session.feed.send_nowait(RankDeath(rank, death))
+        return True
