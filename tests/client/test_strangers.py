@@ -1,4 +1,4 @@
-"""Anybody may connect to a port on a network: whoever is no engine does not end a client."""
+"""Anybody may connect to a port on a network: whoever is no engine neither ends a client nor hides the death of one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 import zmq
 from remote_peers import RemotePeers
 
-from anyengine import EngineClient, RemoteEngine, SamplingParams, Status
+from anyengine import EngineClient, EngineDeadError, RemoteEngine, SamplingParams, Status
 
 pytestmark = [pytest.mark.anyio, pytest.mark.blocking_ok]  # strangers are plain sockets
 
 LOOPBACK = "tcp://127.0.0.1:*"
 SHORT = SamplingParams(max_tokens=10)
+ENDLESS = [9]  # a prompt for which the scripted peer goes on and on
 
 HTTP = b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: " + b"x" * 4000 + b"\r\n\r\n"
 """Its first byte is none of ZMTP 2 or 3, so that libzmq takes it for ZMTP 1: lengths, and frames of them."""
@@ -72,3 +73,20 @@ async def test_a_stranger_at_the_handshake_does_not_end_the_start(who: str) -> N
         engine = RemoteEngine(handshake=LOOPBACK)
         async with EngineClient(engine=engine, startup_timeout_s=20, on_progress=on_progress) as client:
             assert await tokens(client) == [0, 7]
+
+
+@pytest.mark.parametrize("who", ["silent", "peer"])
+async def test_a_stranger_does_not_hide_a_death(who: str) -> None:
+    with anyio.fail_after(30), RemotePeers("serve") as peers:
+        engine = RemoteEngine(handshake=LOOPBACK)
+        async with EngineClient(engine=engine, startup_timeout_s=20, on_progress=peers.joining) as client:
+            at = client.core.running_engine
+            async with client.generate(ENDLESS, SHORT) as stream:
+                await anext(stream)
+                with call(at.inputs), call(at.outputs), visiting(at.inputs), visiting(at.outputs):
+                    for _ in range(5):
+                        await anext(stream)
+                    peers.processes[0].kill()
+                    with anyio.fail_after(2), pytest.raises(EngineDeadError):
+                        async for _ in stream:
+                            pass

@@ -37,6 +37,7 @@ class Liveness:
         self.suspicion: Suspicion = Suspicion(ranks)
         self.last_heard_s: dict[int, float] = dict.fromkeys(ranks, anyio.current_time())
         self._connections_changed = anyio.Event()
+        self._looking_twice = False
 
     async def watch_connections(self, link: Literal["input", "output"], monitor: PeerMonitor) -> None:
         """Follow the connections of one socket, from before the first engine is started."""
@@ -46,6 +47,7 @@ class Liveness:
             else:
                 self.suspicion.disconnected(link, event.connection)
                 self.investigate()
+                self._look_twice()
             self._connections_changed.set()
             self._connections_changed = anyio.Event()
 
@@ -85,6 +87,20 @@ class Liveness:
             return
         self._convict()
         for rank in self.suspicion.suspects:
+            self._ask(rank)
+
+    def _look_twice(self) -> None:
+        """Ask everybody, a little later, if nobody seems to be missing: anybody may connect to a port, and is counted,
+        so a stranger can stand in for an engine that has gone. What is sent to that one is refused."""
+        if self._session.is_ready and not self.suspicion.suspects and not self._looking_twice:
+            self._looking_twice = True
+            self._session.tasks.start_soon(self._session.own, self._ask_all)
+
+    async def _ask_all(self) -> None:
+        # libzmq tells of the end of a connection before it forgets the peer; of many that end, this asks once.
+        await anyio.sleep(_RETRY_S)
+        self._looking_twice = False
+        for rank in self._session.connection.rota.serving:
             self._ask(rank)
 
     def _ask(self, rank: int) -> None:
