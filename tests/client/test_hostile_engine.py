@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio
 import pytest
-from engines import misbehaving
+from engines import misbehaving, toy
 from scripted_peer import UNDECODABLE, UNREADABLE
 
 from anyengine import (
@@ -209,6 +209,19 @@ async def test_an_engine_that_talks_on_after_its_last_word_is_dead() -> None:
             await anyio.wait_all_tasks_blocked()
             with pytest.raises(anyio.ClosedResourceError):
                 client.core.session.endpoints.outputs.drain_nowait()
+
+
+@pytest.mark.parametrize("count", ["1", "2", "5000"])
+async def test_one_rank_cannot_say_that_others_are_dead(count: str) -> None:
+    with anyio.fail_after(30):
+        async with EngineCoreClient([toy(), misbehaving("sentinels", count)], shutdown_grace_s=0.2) as core:
+            with anyio.move_on_after(5), pytest.raises(EngineDeadError):
+                await core.utility("anything", rank=1, unchecked=True)
+            assert (await core.wait_dead(1)).rank == 1
+            assert await core.ping(rank=0) >= 0
+            assert core.state is ClientState.READY
+            assert core.session.connection.rota.serving == (0,)
+            assert core.session.connection.utilities._counter < 100  # one asks for signs of life, not one for each
 
 
 @pytest.mark.parametrize("name", ["handshake", "inputs"])

@@ -370,6 +370,36 @@ def dead_but_talking(peer: Peer) -> None:
         peer.outputs.send(message)
 
 
+def sentinels(peer: Peer, count: str) -> None:
+    """Says so many times at its first call that it is dead, and lives on in silence."""
+    peer.start()
+    peer.receive()
+    for _ in range(int(count)):
+        peer.outputs.send(b"ENGINE_CORE_DEAD")
+    signal.pause()
+
+
+def notifies_without_end(peer: Peer, count: str) -> None:
+    """Sends so many notifications in front of the reply to each call."""
+    peer.start()
+    notification = pack([peer.rank, [], None, 0.0, [-1, None, [None, ["RECONFIGURE_FINISHED", 0]]]])
+    while True:
+        _, payload = peer.receive()
+        for _ in range(int(count)):
+            peer.outputs.send(notification)
+        peer.reply(payload[1], "done")
+
+
+def garbage_without_end(peer: Peer, count: str) -> None:
+    """Sends so many messages that are none in front of the reply to each call."""
+    peer.start()
+    while True:
+        _, payload = peer.receive()
+        for _ in range(int(count)):
+            peer.outputs.send(b"\xc1garbage")
+        peer.reply(payload[1], "done")
+
+
 def flood(peer: Peer, name: str) -> None:
     """At each call, sends on the socket ``name`` until nothing is taken any more; the answer: how many of 20,000."""
     peer.start()
