@@ -224,6 +224,35 @@ async def test_one_rank_cannot_say_that_others_are_dead(count: str) -> None:
             assert core.session.connection.utilities._counter < 100  # one asks for signs of life, not one for each
 
 
+async def test_notifications_without_end_start_no_tasks_without_end() -> None:
+    handled = 0
+    release = anyio.Event()
+
+    async def on_notification(_: object) -> None:
+        nonlocal handled
+        handled += 1
+        await release.wait()
+
+    with anyio.fail_after(30):
+        engine = misbehaving("notifies_without_end", "5000")
+        async with EngineCoreClient(engine, on_notification=on_notification) as core:
+            assert await core.utility("anything", unchecked=True) == "done"
+            await anyio.wait_all_tasks_blocked()
+            assert 0 < handled <= 1000
+            assert core.statistics()["notification_failures"] == 5000 - handled
+            release.set()
+            assert await core.utility("anything", unchecked=True) == "done"
+            assert core.state is ClientState.READY
+
+
+async def test_garbage_without_end_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with anyio.fail_after(30):
+        async with EngineCoreClient(misbehaving("garbage_without_end", "5000")) as core:
+            assert await core.utility("anything", unchecked=True) == "done"
+            assert core.statistics()["malformed_messages"] == 5000
+    assert 0 < sum("cannot be decoded" in record.message for record in caplog.records) < 20
+
+
 @pytest.mark.parametrize("name", ["handshake", "inputs"])
 async def test_what_nobody_reads_fills_the_engines_memory(name: str) -> None:
     with anyio.fail_after(30):
