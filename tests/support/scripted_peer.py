@@ -552,6 +552,31 @@ def strict_references(peer: Peer) -> None:
             peer.send_tokens(payload[0], [] if unknown else [7], 3 if unknown else 1)
 
 
+def broken_under_check(peer: Peer, what: str) -> None:
+    """Becomes ready, in its way, and then says nothing that helps."""
+    if what == "hellos":
+        for _ in range(20_000):
+            peer.hello()
+    peer.hello()
+    addresses = unpack(peer.handshake.recv())["addresses"]
+    peer._connect(addresses["inputs"][0], addresses["outputs"][0])
+    second = peer._dealer(addresses["inputs"][1])
+    claims = {"max_model_len": 1 << 62} if what == "no end of room" else {}
+    for socket in (peer.inputs, second):
+        socket.send(b"" if what == "old and silent" else pack({**READY_RESPONSE, **claims}))
+    if what == "registers on and on":
+        for _ in range(20_000):
+            peer.register()
+    peer.ready()
+    nested = b"\x95\x00\x90\xc0\xcb" + bytes(8) + b"\x93\x05\xc0\x92\xc0" + b"\x91" * 900 + b"\xc0"
+    while True:
+        _, payload = peer.receive()
+        if what == "nested":
+            peer.outputs.send_multipart([nested, b""])
+        if what == "no end of room":
+            peer.reply(payload[1], None)
+
+
 BEHAVIOURS = {name: value for name, value in globals().copy().items() if inspect.isfunction(value)}
 
 if __name__ == "__main__":
