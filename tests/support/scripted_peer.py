@@ -457,6 +457,26 @@ BROKEN_LOG_PROBS: dict[str, Any] = {  # in place of the two rows of the second o
     "missing": None,
     "a row too few": log_probs_of([6]),
     "no matrix": [["<i4", [2], msgspec.msgpack.Ext(3, bytes(8))], *log_probs_of([6, 7])[1:]],
+    "rows without end": [
+        ["<i4", [1 << 31, 0], msgspec.msgpack.Ext(3, b"")],
+        ["<f4", [1 << 31, 0], msgspec.msgpack.Ext(3, b"")],
+        ["<i8", [0], msgspec.msgpack.Ext(3, b"")],
+    ],
+    "columns without end": [
+        ["<i4", [0, 1 << 62], msgspec.msgpack.Ext(3, b"")],
+        ["<f4", [0, 1 << 62], msgspec.msgpack.Ext(3, b"")],
+        ["<i8", [0], msgspec.msgpack.Ext(3, b"")],
+    ],
+    "no columns": [
+        ["<i4", [2, 0], msgspec.msgpack.Ext(3, b"")],
+        ["<f4", [2, 0], msgspec.msgpack.Ext(3, b"")],
+        ["<i8", [2], msgspec.msgpack.Ext(3, bytes(16))],
+    ],
+    "ranks beyond 63 bits": [*log_probs_of([6, 7])[:2], ["<u8", [2], msgspec.msgpack.Ext(3, b"\xff" * 16)]],
+    "tokens that are no integers": [log_probs_of([6, 7])[1], *log_probs_of([6, 7])[1:]],
+    "an unknown dtype": [["q4", [2, 6], msgspec.msgpack.Ext(3, b"x")], *log_probs_of([6, 7])[1:]],
+    "big-endian": [[">i4", [2, 6], msgspec.msgpack.Ext(3, bytes(48))], *log_probs_of([6, 7])[1:]],
+    "bytes of another size": [["<i3", [2, 6], msgspec.msgpack.Ext(3, bytes(36))], *log_probs_of([6, 7])[1:]],
     "ranks of others": [*log_probs_of([6, 7])[:2], *log_probs_of([6])[2:]],
     "no numbers": [
         log_probs_of([6, 7])[0],
