@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio
 import pytest
-from engines import misbehaving
+from engines import misbehaving, toy
 from scripted_peer import UNDECODABLE, UNREADABLE
 
 from anyengine import (
@@ -209,6 +209,48 @@ async def test_an_engine_that_talks_on_after_its_last_word_is_dead() -> None:
             await anyio.wait_all_tasks_blocked()
             with pytest.raises(anyio.ClosedResourceError):
                 client.core.session.endpoints.outputs.drain_nowait()
+
+
+@pytest.mark.parametrize("count", ["1", "2", "5000"])
+async def test_one_rank_cannot_say_that_others_are_dead(count: str) -> None:
+    with anyio.fail_after(30):
+        async with EngineCoreClient([toy(), misbehaving("sentinels", count)], shutdown_grace_s=0.2) as core:
+            with anyio.move_on_after(5), pytest.raises(EngineDeadError):
+                await core.utility("anything", rank=1, unchecked=True)
+            assert (await core.wait_dead(1)).rank == 1
+            assert await core.ping(rank=0) >= 0
+            assert core.state is ClientState.READY
+            assert core.session.connection.rota.serving == (0,)
+            assert core.session.connection.utilities._counter < 100  # one asks for signs of life, not one for each
+
+
+async def test_notifications_without_end_start_no_tasks_without_end() -> None:
+    handled = 0
+    release = anyio.Event()
+
+    async def on_notification(_: object) -> None:
+        nonlocal handled
+        handled += 1
+        await release.wait()
+
+    with anyio.fail_after(30):
+        engine = misbehaving("notifies_without_end", "5000")
+        async with EngineCoreClient(engine, on_notification=on_notification) as core:
+            assert await core.utility("anything", unchecked=True) == "done"
+            await anyio.wait_all_tasks_blocked()
+            assert 0 < handled <= 1000
+            assert core.statistics()["notification_failures"] == 5000 - handled
+            release.set()
+            assert await core.utility("anything", unchecked=True) == "done"
+            assert core.state is ClientState.READY
+
+
+async def test_garbage_without_end_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with anyio.fail_after(30):
+        async with EngineCoreClient(misbehaving("garbage_without_end", "5000")) as core:
+            assert await core.utility("anything", unchecked=True) == "done"
+            assert core.statistics()["malformed_messages"] == 5000
+    assert 0 < sum("cannot be decoded" in record.message for record in caplog.records) < 20
 
 
 @pytest.mark.parametrize("name", ["handshake", "inputs"])

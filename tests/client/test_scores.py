@@ -14,6 +14,7 @@ import pytest
 from engines import misbehaving
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_peer import BROKEN_LOG_PROBS
 
 from anyengine import (
     EngineClient,
@@ -89,7 +90,7 @@ async def test_outputs_share_nothing() -> None:
     assert [len(rows) for rows in seen] == [len(out.token_ids) for out in outs]
 
 
-@pytest.mark.parametrize("what", ["missing", "a row too few", "no matrix", "ranks of others", "no numbers"])
+@pytest.mark.parametrize("what", BROKEN_LOG_PROBS)
 async def test_broken_rows_are_one_requests_error(what: str) -> None:
     """What came before them is delivered, tokens and rows; another request goes on."""
     with anyio.fail_after(30):

@@ -138,3 +138,24 @@ async def test_other_ranks_take_over_from_one_that_does_not_read() -> None:
                 assert sorted(ranks) == [0, 1, 1, 1, 1, 1]
             finally:
                 os.kill(stopped, signal.SIGCONT)
+
+
+async def test_an_engine_that_was_given_up_is_not_asked_again() -> None:
+    """It lives on and takes calls; nobody would ever answer, or forget, one that is sent to it."""
+    with anyio.fail_after(60):
+        async with EngineCoreClient(
+            [misbehaving("deaf_ears"), toy(max_model_len=300_000)],
+            max_unread_bytes=4 * LIMIT_BYTES,
+            liveness_timeout_s=0.6,
+            shutdown_grace_s=0.2,
+        ) as core:
+            for number in range(6):
+                core.add(
+                    EngineCoreRequest(f"a{number}", PROMPT[:60], sampling_params=WireSamplingParams(max_tokens=1)),
+                    rank=0,
+                )
+                core.session.send_budget.charge(0, LIMIT_BYTES // 2)
+            assert (await core.wait_dead(0)).rank == 0
+            await core.ping()
+            assert core.statistics()["utility_calls_in_flight"] == 0
+            assert core.session.connection.rota.serving == (1,)

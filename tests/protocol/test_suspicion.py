@@ -80,10 +80,27 @@ def test_what_a_dead_engine_had_is_no_evidence_against_the_others() -> None:
 def test_a_sentinel_that_is_read_after_its_engines_exit_was_seen() -> None:
     suspicion = connected(3)
     suspicion.retired(2)
-    suspicion.sentinel()
-    assert suspicion.suspects == ()
-    suspicion.sentinel()  # one has said it; this is another's
+    for _ in range(3):  # a broken one may repeat itself
+        suspicion.sentinel()
+        assert suspicion.suspects == ()
+    suspicion.ended(2)
+    suspicion.sentinel()  # this is another's
     assert suspicion.suspects == (0, 1)
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, 100])
+def test_one_that_repeats_its_sentinel_speaks_for_itself_alone(times: int) -> None:
+    suspicion = connected(3)
+    for _ in range(times):
+        suspicion.sentinel()
+    assert suspicion.guilty() is None
+    for rank in (0, 2):
+        suspicion.cleared(rank, suspicion.count)
+    assert suspicion.guilty() == (1, "it sent ENGINE_CORE_DEAD")
+    suspicion.retired(1)
+    for _ in range(times):
+        suspicion.sentinel()
+    assert suspicion.guilty() is None and suspicion.suspects == ()
 
 
 def test_an_engine_that_has_ended_says_nothing_any_more() -> None:

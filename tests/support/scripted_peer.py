@@ -370,6 +370,36 @@ def dead_but_talking(peer: Peer) -> None:
         peer.outputs.send(message)
 
 
+def sentinels(peer: Peer, count: str) -> None:
+    """Says so many times at its first call that it is dead, and lives on in silence."""
+    peer.start()
+    peer.receive()
+    for _ in range(int(count)):
+        peer.outputs.send(b"ENGINE_CORE_DEAD")
+    signal.pause()
+
+
+def notifies_without_end(peer: Peer, count: str) -> None:
+    """Sends so many notifications in front of the reply to each call."""
+    peer.start()
+    notification = pack([peer.rank, [], None, 0.0, [-1, None, [None, ["RECONFIGURE_FINISHED", 0]]]])
+    while True:
+        _, payload = peer.receive()
+        for _ in range(int(count)):
+            peer.outputs.send(notification)
+        peer.reply(payload[1], "done")
+
+
+def garbage_without_end(peer: Peer, count: str) -> None:
+    """Sends so many messages that are none in front of the reply to each call."""
+    peer.start()
+    while True:
+        _, payload = peer.receive()
+        for _ in range(int(count)):
+            peer.outputs.send(b"\xc1garbage")
+        peer.reply(payload[1], "done")
+
+
 def flood(peer: Peer, name: str) -> None:
     """At each call, sends on the socket ``name`` until nothing is taken any more; the answer: how many of 20,000."""
     peer.start()
@@ -427,6 +457,26 @@ BROKEN_LOG_PROBS: dict[str, Any] = {  # in place of the two rows of the second o
     "missing": None,
     "a row too few": log_probs_of([6]),
     "no matrix": [["<i4", [2], msgspec.msgpack.Ext(3, bytes(8))], *log_probs_of([6, 7])[1:]],
+    "rows without end": [
+        ["<i4", [1 << 31, 0], msgspec.msgpack.Ext(3, b"")],
+        ["<f4", [1 << 31, 0], msgspec.msgpack.Ext(3, b"")],
+        ["<i8", [0], msgspec.msgpack.Ext(3, b"")],
+    ],
+    "columns without end": [
+        ["<i4", [0, 1 << 62], msgspec.msgpack.Ext(3, b"")],
+        ["<f4", [0, 1 << 62], msgspec.msgpack.Ext(3, b"")],
+        ["<i8", [0], msgspec.msgpack.Ext(3, b"")],
+    ],
+    "no columns": [
+        ["<i4", [2, 0], msgspec.msgpack.Ext(3, b"")],
+        ["<f4", [2, 0], msgspec.msgpack.Ext(3, b"")],
+        ["<i8", [2], msgspec.msgpack.Ext(3, bytes(16))],
+    ],
+    "ranks beyond 63 bits": [*log_probs_of([6, 7])[:2], ["<u8", [2], msgspec.msgpack.Ext(3, b"\xff" * 16)]],
+    "tokens that are no integers": [log_probs_of([6, 7])[1], *log_probs_of([6, 7])[1:]],
+    "an unknown dtype": [["q4", [2, 6], msgspec.msgpack.Ext(3, b"x")], *log_probs_of([6, 7])[1:]],
+    "big-endian": [[">i4", [2, 6], msgspec.msgpack.Ext(3, bytes(48))], *log_probs_of([6, 7])[1:]],
+    "bytes of another size": [["<i3", [2, 6], msgspec.msgpack.Ext(3, bytes(36))], *log_probs_of([6, 7])[1:]],
     "ranks of others": [*log_probs_of([6, 7])[:2], *log_probs_of([6])[2:]],
     "no numbers": [
         log_probs_of([6, 7])[0],
@@ -520,6 +570,31 @@ def strict_references(peer: Peer) -> None:
             unknown = payload[6] is not None and payload[6][1] not in adapters
             unknown |= any(feature["data"] is None for feature in payload[2] or ())
             peer.send_tokens(payload[0], [] if unknown else [7], 3 if unknown else 1)
+
+
+def broken_under_check(peer: Peer, what: str) -> None:
+    """Becomes ready, in its way, and then says nothing that helps."""
+    if what == "hellos":
+        for _ in range(20_000):
+            peer.hello()
+    peer.hello()
+    addresses = unpack(peer.handshake.recv())["addresses"]
+    peer._connect(addresses["inputs"][0], addresses["outputs"][0])
+    second = peer._dealer(addresses["inputs"][1])
+    claims = {"max_model_len": 1 << 62} if what == "no end of room" else {}
+    for socket in (peer.inputs, second):
+        socket.send(b"" if what == "old and silent" else pack({**READY_RESPONSE, **claims}))
+    if what == "registers on and on":
+        for _ in range(20_000):
+            peer.register()
+    peer.ready()
+    nested = b"\x95\x00\x90\xc0\xcb" + bytes(8) + b"\x93\x05\xc0\x92\xc0" + b"\x91" * 900 + b"\xc0"
+    while True:
+        _, payload = peer.receive()
+        if what == "nested":
+            peer.outputs.send_multipart([nested, b""])
+        if what == "no end of room":
+            peer.reply(payload[1], None)
 
 
 BEHAVIOURS = {name: value for name, value in globals().copy().items() if inspect.isfunction(value)}

@@ -37,6 +37,8 @@ class Liveness:
         self.suspicion: Suspicion = Suspicion(ranks)
         self.last_heard_s: dict[int, float] = dict.fromkeys(ranks, anyio.current_time())
         self._connections_changed = anyio.Event()
+        self._looking_twice = False
+        self._unanswered: dict[int, int] = dict.fromkeys(ranks, 0)  # calls of ours, by rank
 
     async def watch_connections(self, link: Literal["input", "output"], monitor: PeerMonitor) -> None:
         """Follow the connections of one socket, from before the first engine is started."""
@@ -46,6 +48,7 @@ class Liveness:
             else:
                 self.suspicion.disconnected(link, event.connection)
                 self.investigate()
+                self._look_twice()
             self._connections_changed.set()
             self._connections_changed = anyio.Event()
 
@@ -75,16 +78,33 @@ class Liveness:
             await self._connections_changed.wait()
 
     def sentinel(self) -> None:
-        """A dead sentinel has arrived; it does not say whose."""
+        """A dead sentinel has arrived; it does not say whose. Whoever repeats it causes no call for each: who is being
+        asked is asked again when the answer comes."""
         self.suspicion.sentinel()
-        self.investigate()
+        self.investigate(again=False)
 
-    def investigate(self) -> None:
-        """Find out who is gone, once the engines are ready; before that, their handshake fails."""
+    def investigate(self, *, again: bool = True) -> None:
+        """Find out who is gone, once the engines are ready; before that, their handshake fails. ``again``: also ask
+        those who have not answered yet, since a call to one whose connection has gone is refused."""
         if not self._session.is_ready:
             return
         self._convict()
         for rank in self.suspicion.suspects:
+            if again or not self._unanswered[rank]:
+                self._ask(rank)
+
+    def _look_twice(self) -> None:
+        """Ask everybody, a little later, if nobody seems to be missing: anybody may connect to a port, and is counted,
+        so a stranger can stand in for an engine that has gone. What is sent to that one is refused."""
+        if self._session.is_ready and not self.suspicion.suspects and not self._looking_twice:
+            self._looking_twice = True
+            self._session.tasks.start_soon(self._session.own, self._ask_all)
+
+    async def _ask_all(self) -> None:
+        # libzmq tells of the end of a connection before it forgets the peer; of many that end, this asks once.
+        await anyio.sleep(_RETRY_S)
+        self._looking_twice = False
+        for rank in self._session.connection.rota.serving:
             self._ask(rank)
 
     def _ask(self, rank: int) -> None:
@@ -92,14 +112,20 @@ class Liveness:
         count = self.suspicion.count
 
         def answered() -> None:
-            if not isinstance(call.error, EngineDeadError):
-                self.suspicion.cleared(rank, count)
-                self._convict()
+            self._unanswered[rank] -= 1
+            if isinstance(call.error, EngineDeadError):
+                return
+            self.suspicion.cleared(rank, count)
+            self._convict()
+            if session.is_ready and rank in self.suspicion.suspects and not self._unanswered[rank]:
+                self._ask(rank)  # there is newer evidence
 
         call, frames = session.connection.utility(PROBE, (), rank, answered)
+        self._unanswered[rank] += 1
         try:
             session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
         except PeerUnreachable:
+            self._unanswered[rank] -= 1
             session.connection.utilities.forget(call.call_id)
             session.burials.bury(rank, "its input connection is gone")
 

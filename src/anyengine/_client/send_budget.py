@@ -85,7 +85,8 @@ class SendBudget:
             account.asking = False
             account.read_bytes = mark_bytes
             self.wake()
-            if self._session.cause is None and account.unread_bytes >= self._limit_bytes // 4:
+            serves = self._session.cause is None and rank in connection.rota.serving
+            if serves and account.unread_bytes >= self._limit_bytes // 4:
                 self._ask(rank, account)
 
         account.asking = True
@@ -95,3 +96,4 @@ class SendBudget:
         except PeerUnreachable:
             connection.utilities.forget(call.call_id)
             account.asking = False
+            self._session.burials.bury(rank, "its input connection is gone")  # else whoever waits for room waits for ever

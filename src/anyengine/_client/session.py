@@ -41,6 +41,8 @@ __all__ = ["Session", "SessionItem"]
 
 _logger = logging.getLogger("anyengine.client")
 
+_MAX_HANDLERS = 256  # at a time: a reconfiguration notifies once for each rank and stage
+
 ArgsT = TypeVarTuple("ArgsT")
 
 
@@ -77,6 +79,8 @@ class Session:
         self.liveness: Liveness = Liveness(self, self.ranks)
         self.send_budget: SendBudget = SendBudget(self, self.ranks, settings.max_unread_bytes)
         self.notification_failures: int = 0
+        self._handlers_running = 0
+        self._messages_dropped = 0
         self.in_order: bool = False
         """Set by a client whose consumer of ``stream`` also resolves the replies and passes the cause on, so that a
         reply is a fence: everything sent before it has reached its consumers. Otherwise both happen as they arrive."""
@@ -261,9 +265,19 @@ class Session:
         if isinstance(event, DeadSentinel):
             self.liveness.sentinel()
         elif isinstance(event, MalformedMessage):
-            _logger.warning("dropped a message of the engine that cannot be decoded: %s", event.error)
-        elif self.settings.on_notification is not None:
+            self._messages_dropped += 1
+            if _is_worth_a_line(self._messages_dropped):
+                total = self._messages_dropped
+                _logger.warning("dropped message %d of an engine that cannot be decoded: %s", total, event.error)
+        elif self.settings.on_notification is None:
+            pass
+        elif self._handlers_running < _MAX_HANDLERS:
+            self._handlers_running += 1
             self.tasks.start_soon(self._handle, self.settings.on_notification, event)
+        else:  # an engine that notifies without end, or handlers that do not end: neither may fill our memory
+            self.notification_failures += 1
+            if _is_worth_a_line(self.notification_failures):
+                _logger.error("dropped %r: %d handlers are still running", event, _MAX_HANDLERS)
 
     def take_over(self, engine: SupervisedEngine) -> None:
         """Watch a started engine process from now on; whoever stops the session ends it."""
@@ -296,4 +310,13 @@ class Session:
             # Rule 5: a user's handler fails alone; it is reported, and the session goes on. The same if a future that
             # it awaits, or its task, was cancelled natively: the group would take that for its own cancellation.
             self.notification_failures += 1
-            _logger.exception("the handler of %r failed", notification)
+            if _is_worth_a_line(self.notification_failures):
+                _logger.exception("the handler of %r failed", notification)
+        finally:
+            self._handlers_running -= 1
+
+
+def _is_worth_a_line(count: int) -> bool:
+    """Whether the event of this number should be logged: the 1st, 2nd, 4th, 8th and so on, so that what a broken engine
+    repeats does not fill the disk."""
+    return count & (count - 1) == 0

@@ -206,22 +206,22 @@ async def _shake_hands(session: Session, handshake: FrontendHandshake) -> Engine
 
     if not handshake.pending:
         return None
-    async with anyio.create_task_group() as race:
-        if session.endpoints.handshake is not None:
-            race.start_soon(lambda socket: serve(socket, registration=False), session.endpoints.handshake)
-        race.start_soon(lambda: serve(session.endpoints.inputs, registration=True))
-        for engine in session.children:
-            race.start_soon(await_exit, engine)
+    try:
+        async with anyio.create_task_group() as race:
+            if session.endpoints.handshake is not None:
+                race.start_soon(lambda socket: serve(socket, registration=False), session.endpoints.handshake)
+            race.start_soon(lambda: serve(session.endpoints.inputs, registration=True))
+            for engine in session.children:
+                race.start_soon(await_exit, engine)
+    finally:
+        if handshake.strangers:
+            _logger.warning("left alone %d messages of peers that are no engines", handshake.strangers)
     return failure
 
 
 def _speaker(session: Session, identity: bytes) -> SupervisedEngine | AttachedRank:
-    """The engine that said it, or, if its identity is none that is expected, the first one."""
-    with suppress(RemoteProtocolError):
-        rank = rank_of(identity)
-        if rank in session.engines:
-            return session.engines[rank]
-    return session.engines[session.ranks[0]]
+    """The engine that said it, or, if its rank is none that is expected, the first one."""
+    return session.engines.get(rank_of(identity), session.engines[session.ranks[0]])
 
 
 def _note_stages(session: Session, handshake: FrontendHandshake) -> None:

@@ -23,6 +23,7 @@ from anyengine._wire import (
     decode_init,
     decode_ready,
     encode_handshake,
+    engine_identity,
     rank_of,
     select_dialect,
 )
@@ -53,13 +54,16 @@ class FrontendHandshake:
     """The client's role: answers every expected rank's HELLO and collects its READY and its registration.
 
     Invariant: a rank is complete exactly when both have arrived, in whichever order. Where somebody else answers the
-    handshake (``answered_elsewhere``), the registration is all there is.
+    handshake (``answered_elsewhere``), the registration is all there is. A peer whose identity no engine can have is a
+    stranger (on a network, anybody may connect): what it says is counted and left alone.
     """
 
     ranks: Iterable[int]
     addresses: EngineAddresses
     expect_local: bool = True
     answered_elsewhere: bool = False
+    strangers: int = field(default=0, init=False)
+    """How many messages came from peers that are no engines."""
     _states: dict[int, _Rank] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,6 +76,8 @@ class FrontendHandshake:
         Raises:
             RemoteProtocolError: an unknown rank, a message out of order, or bytes that cannot be read.
         """
+        if self._is_stranger(identity):
+            return None
         rank, state = self._state_of(identity)
         try:
             message = decode_handshake(payload)
@@ -114,6 +120,8 @@ class FrontendHandshake:
             RemoteProtocolError: an unknown rank, a second registration, bytes that cannot be read, no room for a single
                 token, or a release that no dialect speaks.
         """
+        if self._is_stranger(identity):
+            return
         rank, state = self._state_of(identity)
         if state.registered:
             raise RemoteProtocolError(f"engine {rank} registered twice on the input socket")
@@ -148,6 +156,12 @@ class FrontendHandshake:
     def dialects(self) -> dict[int, Dialect]:
         """The dialect of each registered rank."""
         return {rank: state.dialect for rank, state in self._states.items() if state.dialect is not None}
+
+    def _is_stranger(self, identity: Frame) -> bool:
+        if len(identity) == len(engine_identity(0)):
+            return False
+        self.strangers += 1
+        return True
 
     def _state_of(self, identity: Frame) -> tuple[int, _Rank]:
         rank = rank_of(identity)

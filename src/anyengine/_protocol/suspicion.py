@@ -2,7 +2,8 @@
 
 Owns the evidence (a connection lost, a dead sentinel: neither names its engine) and the reasoning from it. Whoever
 answers a call that was made after the evidence is cleared of it; when as many suspects are left as are missing, it is
-they, however busy the others are. No clock: being slow is no evidence. Pure.
+they, however busy the others are. Connections can be counted; sentinels cannot, since a broken engine may say so more
+than once: they tell of one engine, and name it when one suspect is left. No clock: being slow is no evidence. Pure.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Suspicion:
     def __init__(self, ranks: Iterable[int]) -> None:
         self._serving = set(ranks)
         self._connections: dict[Evidence, set[int]] = {"input": set(), "output": set()}
-        self._sentinels = 0
+        self._is_sentinel_open = False  # one has been read, and nobody has owned up to it
         self._may_still_say_so: set[int] = set()  # ranks that serve no more, and whose sentinel may be on its way
         self._suspects: dict[Evidence, dict[int, int]] = {"input": {}, "output": {}, "sentinel": {}}
         self.count: int = 0
@@ -52,10 +53,8 @@ class Suspicion:
 
     def sentinel(self) -> None:
         """An engine has said that it is dead. If one that serves no more can have said it, it is no evidence."""
-        if self._may_still_say_so:
-            self._may_still_say_so.pop()
-        else:
-            self._sentinels += 1
+        if not self._may_still_say_so:
+            self._is_sentinel_open = True
             self._suspect_all("sentinel")
 
     def cleared(self, rank: int, count: int) -> None:
@@ -67,10 +66,8 @@ class Suspicion:
     def retired(self, rank: int) -> None:
         """``rank`` serves no more, for whatever reason: a sentinel that nobody owns up to was its, or may yet come."""
         self._serving.discard(rank)
-        if self._sentinels:
-            self._sentinels -= 1
-        else:
-            self._may_still_say_so.add(rank)
+        self._is_sentinel_open = False
+        self._may_still_say_so.add(rank)
         for kind, suspects in self._suspects.items():
             suspects.pop(rank, None)
             if self._missing(kind) <= 0:
@@ -97,7 +94,7 @@ class Suspicion:
         return len(self._connections["output"]) - len(self._serving)
 
     def _missing(self, kind: Evidence) -> int:
-        return self._sentinels if kind == "sentinel" else len(self._serving) - len(self._connections[kind])
+        return int(self._is_sentinel_open) if kind == "sentinel" else len(self._serving) - len(self._connections[kind])
 
     def _suspect_all(self, kind: Evidence) -> None:
         self.count += 1

@@ -24,11 +24,13 @@ from anyengine.engine.serving.busy_loop import BusyLoop
 from anyengine.engine.serving.connections import ConnectionMonitor, connect
 from anyengine.engine.serving.front_ends import FrontEndWatch
 from anyengine.engine.serving.io_threads import Command, InputThread, OutputThread, StopEngine
+from anyengine.exceptions import ProtocolError, RemoteProtocolError
 
 __all__ = ["Attachment", "OnStop", "serve"]
 
 _INIT_TIMEOUT_S = 300  # as vLLM: a client that binds late is waited for
 _HANDSHAKE_LINGER_MS = 5000
+_NONSENSE_PAUSE_S = 0.2  # a front end that repeats itself must not fill the disk with warnings
 
 OnStop = Callable[[Callable[[], None] | None], None]
 """Is told how to stop gracefully; ``None``: no special way (any more), the process may simply end."""
@@ -74,9 +76,15 @@ def serve(
                 if engine is None:
                     engine = stack.enter_context(closing(create_engine()))
                 announce = partial(_announce, socket, handshake, report)
-                abandoned = _serve_clients(
-                    context, addresses, engine, attachment=attachment, announce=announce, on_stop=on_stop
-                )
+                try:
+                    abandoned = _serve_clients(
+                        context, addresses, engine, attachment=attachment, announce=announce, on_stop=on_stop
+                    )
+                except RemoteProtocolError as exc:
+                    if not attachment.stay:
+                        raise
+                    _note_nonsense(attachment, exc)
+                    abandoned = True
             if not (abandoned and attachment.stay):
                 return
             on_stop(None)
@@ -94,7 +102,16 @@ def _greet(
         connect(socket, attachment.handshake_address)
         deadline_s = time.monotonic() + _INIT_TIMEOUT_S
         handshake = EngineHandshake()
-        while not socket.poll(0):
+        addresses: EngineAddresses | None = None
+        while addresses is None:
+            if socket.poll(0):
+                try:
+                    addresses = handshake.receive_init(socket.recv_multipart()[0]).addresses
+                except ProtocolError as exc:
+                    if not patient:
+                        raise
+                    _note_nonsense(attachment, exc)
+                continue
             if not patient and time.monotonic() > deadline_s:
                 raise TimeoutError(f"no answer to HELLO from {attachment.handshake_address} in {_INIT_TIMEOUT_S} s")
             # HELLO belongs to a connection: a front end that takes the place of another has not heard ours.
@@ -105,12 +122,17 @@ def _greet(
             poller.register(socket, zmq.POLLIN)
             poller.register(monitor.socket, zmq.POLLIN)
             poller.poll(None if patient else 1 + int(1000 * max(0.0, deadline_s - time.monotonic())))
-        addresses = handshake.receive_init(socket.recv()).addresses
     finally:
         monitor.close()
     if addresses.coordinator_input is not None:
         _logger.warning("this engine reports to no coordinator; %s is left alone", addresses.coordinator_input)
     return handshake, addresses
+
+
+def _note_nonsense(attachment: Attachment, trouble: ProtocolError) -> None:
+    """An engine that has its model outlives a front end that makes no sense."""
+    _logger.warning("what the front end at %s says makes no sense: %s", attachment.handshake_address, trouble)
+    time.sleep(_NONSENSE_PAUSE_S)
 
 
 def _announce(socket: zmq.Socket[bytes], handshake: EngineHandshake, report: Callable[[Status], None]) -> None:
@@ -129,21 +151,17 @@ def _serve_clients(
     announce: Callable[[], None],
     on_stop: OnStop,
 ) -> bool:
-    """Serve until somebody stops the engine, or (then ``True``) until all clients have gone."""
+    """Serve until somebody stops the engine, or (then ``True``) until all clients have gone.
+
+    Raises:
+        RemoteProtocolError: an address makes no sense.
+        Exception: what the engine raised.
+    """
     commands: SimpleQueue[Command] = SimpleQueue()
     registration = engine.ready_response()
     dialect = dialect_for(registration.vllm_version)
     identity, num_clients = engine_identity(attachment.rank), len(addresses.outputs)
     output = OutputThread(context, addresses.outputs, commands, dialect=dialect)
-    input_ = InputThread(
-        context,
-        addresses.inputs,
-        commands,
-        dialect=dialect,
-        identity=identity,
-        registration=dialect.encode_ready(registration),
-        watch=_watch(attachment, num_clients),
-    )
     loop = BusyLoop(
         engine,
         commands,
@@ -152,9 +170,18 @@ def _serve_clients(
         num_clients=num_clients,
         reports_finished=addresses.coordinator_input is not None,  # as vLLM
     )
-    output.start()
+    _start(output)
     try:
-        input_.start()
+        input_ = InputThread(
+            context,
+            addresses.inputs,
+            commands,
+            dialect=dialect,
+            identity=identity,
+            registration=dialect.encode_ready(registration),
+            watch=_watch(attachment, num_clients),
+        )
+        _start(input_)
         try:
             on_stop(lambda: commands.put(StopEngine()))
             announce()
@@ -171,6 +198,14 @@ def _serve_clients(
     finally:
         output.stop(nobody_listens=loop.abandoned)
     return loop.abandoned
+
+
+def _start(thread: InputThread | OutputThread) -> None:
+    try:
+        thread.start()
+    except zmq.ZMQError as exc:
+        thread.stop()
+        raise RemoteProtocolError(f"INIT names an address that cannot be used: {exc}") from exc
 
 
 def _watch(attachment: Attachment, num_clients: int) -> FrontEndWatch | None:

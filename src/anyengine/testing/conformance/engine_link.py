@@ -45,6 +45,8 @@ __all__ = ["PROMPT", "EngineLink", "StartRecord"]
 PROMPT = (5, 9, 2, 17, 3, 11, 8)
 """Token ids so small that every vocabulary has them."""
 
+_MAX_PROMPT_TOKENS = 2_000_000
+
 _LAST_WORDS_S = 0.5
 """What has arrived when a connection ends is still read, and what else ends with it is still noticed."""
 
@@ -114,6 +116,16 @@ class EngineLink:
     def max_model_len(self) -> int:
         """In tokens."""
         return self.registration.max_model_len if self.registration is not None else 512
+
+    def fill(self, num_tokens: int) -> list[int]:
+        """A prompt of so many tokens.
+
+        Raises:
+            CheckSkipped: more than a check sends, by what the engine says of itself.
+        """
+        if num_tokens > _MAX_PROMPT_TOKENS:
+            raise CheckSkipped(f"it takes a prompt of {num_tokens} tokens; checks send {_MAX_PROMPT_TOKENS} at most")
+        return [1 + index % 19 for index in range(num_tokens)]
 
     @property
     def trouble(self) -> str | None:

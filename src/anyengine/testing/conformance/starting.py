@@ -30,6 +30,7 @@ from anyengine.config import LaunchedEngine
 from anyengine.exceptions import DecodeError, RemoteProtocolError
 
 from .engine_link import EngineLink, StartRecord
+from .outcomes import CheckFailed
 from .ports import open_ports
 
 __all__ = ["AttachedEngine", "EngineTarget", "open_engine"]
@@ -50,6 +51,7 @@ class AttachedEngine:
 EngineTarget = LaunchedEngine | AttachedEngine
 """What can be checked."""
 
+_KEPT = 100  # of the messages at the start: more than a good engine sends, and room enough for one that repeats itself
 _FAILED_GRACE_S = 0.5  # an engine that is broken, or still loading, has nothing to finish
 _KILLED_LIMIT_S = 15.0  # its children's own grace included
 
@@ -142,8 +144,9 @@ async def _serve_handshake(link: EngineLink) -> None:
     )
     while True:
         for identity, *frames in await link.ports.handshake.drain():
-            start.handshake.append((bytes(identity), [bytes(frame) for frame in frames]))
             status = _status_of(frames[0] if frames else b"")
+            if len(start.handshake) < _KEPT or (status == "READY" and start.ready_after_init is None):
+                start.handshake.append((bytes(identity), [bytes(frame) for frame in frames]))
             if status == "READY":
                 start.ready_after_init = start.inits_sent > 0
             elif start.inits_sent == 0:  # whatever a first message says, its sender wants to be told where to go
@@ -164,8 +167,10 @@ def _status_of(frame: bytes | memoryview) -> object:
 async def _read_inputs(link: EngineLink, client: int) -> None:
     while True:
         for identity, *frames in await link.ports.clients[client].inputs.drain():
-            link.identity = bytes(identity)
-            link.start.registrations.setdefault(client, []).append((link.identity, [bytes(frame) for frame in frames]))
+            link.identity = link.identity or bytes(identity)  # the first to come is the engine, whoever else does
+            received = link.start.registrations.setdefault(client, [])
+            if len(received) < _KEPT:
+                received.append((bytes(identity), [bytes(frame) for frame in frames]))
         link.wake()
 
 
@@ -190,7 +195,10 @@ async def _settle_dialect(link: EngineLink) -> None:
         return
     link.settle_dialect(dialect)
     if dialect.probe is not None:
-        link.settle_dialect(dialect.probed(found=await link.failure_of(dialect.probe) is None))
+        try:
+            link.settle_dialect(dialect.probed(found=await link.failure_of(dialect.probe) is None))
+        except CheckFailed as exc:
+            link.start.failure = f"its release cannot be told: {exc}"
 
 
 async def _watch_link(link: EngineLink, name: str, monitor: PeerMonitor) -> None:

@@ -104,9 +104,9 @@ class Evidence:
         self.output_lengths |= {len(output) for output in outputs if isinstance(output, list)}
         if outputs:
             self.last_raw = raw
-        indices = {index for index in range(1, len(frames)) if _refers(raw, index)}
-        if len(indices) + 1 != len(frames):
-            note(self.surplus_frames, f"{len(frames) - 1} auxiliary frames, of which the payload names {len(indices)}")
+        if surplus := set(range(1, len(frames))) - _named_frames(raw):
+            named = len(frames) - 1 - len(surplus)
+            note(self.surplus_frames, f"{len(frames) - 1} auxiliary frames, of which the payload names {named}")
 
     def take(self, client: int, message: EngineCoreOutputs) -> None:
         """Take note of a decoded message."""
@@ -147,12 +147,16 @@ def note(list_: list[Any], what: Any) -> None:
         list_.append(what)
 
 
-def _refers(value: Any, index: int) -> bool:
-    """Whether a tensor in ``value`` has its bytes in auxiliary frame ``index``."""
-    if type(value) is dict:
-        return any(_refers(part, index) for part in value.values())
-    if type(value) is not list:
-        return False
-    if len(value) == 3 and type(value[0]) is str and type(value[1]) is list and value[2] == index:
-        return True
-    return any(_refers(part, index) for part in value)
+def _named_frames(value: Any) -> set[int]:
+    """The auxiliary frames in which tensors in ``value`` have their bytes. No recursion: it may be nested deeply."""
+    named: set[int] = set()
+    parts = [value]
+    while parts:
+        part = parts.pop()
+        if type(part) is dict:
+            parts += part.values()
+        elif type(part) is list:
+            if len(part) == 3 and type(part[0]) is str and type(part[1]) is list and type(part[2]) is int:
+                named.add(part[2])
+            parts += part
+    return named

@@ -85,7 +85,7 @@ def _shorten(link: EngineLink, positions: list[Any]) -> None:
 
 
 def _too_long(link: EngineLink, positions: list[Any]) -> None:
-    positions[1] = [3] * (link.max_model_len + 476)
+    positions[1] = link.fill(link.max_model_len + 476)
 
 
 _frames("MAL-01", "an unknown type byte", b"\x7f", _pack([]))

@@ -40,8 +40,7 @@ async def prompt_matters(link: EngineLink) -> None:
 
 @check("REQ-05", "a prompt that leaves room for two tokens gets two, and ends with LENGTH", "protocol.md §7")
 async def context_limit(link: EngineLink) -> None:
-    prompt = [1 + index % 19 for index in range(link.max_model_len - 2)]
-    tracked = await link.generate(prompt, max_tokens=50)
+    tracked = await link.generate(link.fill(link.max_model_len - 2), max_tokens=50)
     expect("finish reason, tokens", (tracked.finish_reason, len(tracked.token_ids)), (FinishReason.LENGTH, 2))
 
 
