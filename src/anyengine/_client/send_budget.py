@@ -81,11 +81,12 @@ class SendBudget:
         mark_bytes = account.sent_bytes
         connection = self._session.connection
 
-        def answered() -> None:  # or failed with its rank, which then has read all that it ever will
+        def answered() -> None:
             account.asking = False
-            account.read_bytes = mark_bytes
+            # A call that failed with its rank: that has read all that it ever will, and must be asked nothing more.
+            account.read_bytes = account.sent_bytes if rank in self._session.deaths else mark_bytes
             self.wake()
-            if self._session.cause is None and account.unread_bytes >= self._limit_bytes // 4:
+            if account.unread_bytes >= self._limit_bytes // 4:
                 self._ask(rank, account)
 
         account.asking = True
@@ -95,3 +96,4 @@ class SendBudget:
         except PeerUnreachable:
             connection.utilities.forget(call.call_id)
             account.asking = False
+            self._session.bury(rank, "its input connection is gone")  # else nobody would wake those who wait for room
