@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import anyio
@@ -84,14 +85,14 @@ class EngineCalls:
         Cancellation: safe.
         """
         session = self.usable_session()
-        ranks = session.connection.rota.alive if rank is None else [rank]
+        ranks = session.connection.rota.alive if rank is None else [session.check_rank(rank)]
         started_s = anyio.current_time()
-        for asked in ranks:
-            with anyio.move_on_after(timeout_s - (anyio.current_time() - started_s)) as limit, suppress(UtilityError):
-                await self.utility(PROBE, rank=asked)
-            if limit.cancelled_caught:
-                symptom = f"its main loop has not answered within {timeout_s:g} s"
-                raise session.engines[asked].death(symptom, EngineUnresponsiveError)
+        unanswered: set[int] = set()
+        with anyio.move_on_after(timeout_s) as limit, suppress(UtilityError):
+            await _call_ranks(session, PROBE, (), ranks, unanswered=unanswered)
+        if limit.cancelled_caught:
+            symptom = f"its main loop has not answered within {timeout_s:g} s"
+            raise session.engines[min(unanswered)].death(symptom, EngineUnresponsiveError)
         return anyio.current_time() - started_s
 
     def utility_arity(self, method: str) -> int | None:
@@ -104,29 +105,37 @@ class EngineCalls:
 
 
 async def _call_ranks(
-    session: Session, method: str, args: Sequence[Any], ranks: Sequence[int], *, unchecked: bool
+    session: Session,
+    method: str,
+    args: Sequence[Any],
+    ranks: Sequence[int],
+    *,
+    unchecked: bool = False,
+    unanswered: set[int] | None = None,
 ) -> dict[int, Any]:
+    """``unanswered`` is kept up to date for whoever gives up waiting: the ranks that have not answered yet."""
+    unanswered = set() if unanswered is None else unanswered
+    unanswered.update(ranks)
     calls: dict[int, PendingCall] = {}
-    unanswered = len(ranks)
     done = anyio.Event()
 
-    def answered() -> None:
-        nonlocal unanswered
-        unanswered -= 1
+    def answered(rank: int) -> None:
+        unanswered.remove(rank)
         if not unanswered:
             done.set()
 
     try:
         messages = {}
         for rank in ranks:  # everything is encoded before anything is sent
-            calls[rank], messages[rank] = session.connection.utility(method, args, rank, answered, unchecked=unchecked)
+            on_done = partial(answered, rank)
+            calls[rank], messages[rank] = session.connection.utility(method, args, rank, on_done, unchecked=unchecked)
         for rank, frames in messages.items():
             try:
                 session.send(rank, frames)
             except EngineDeadError as exc:
                 session.connection.utilities.forget(calls[rank].call_id)  # its death must not count twice
                 calls[rank].error = exc
-                answered()
+                answered(rank)
         if unanswered:
             await done.wait()
     finally:
