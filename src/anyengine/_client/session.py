@@ -107,6 +107,11 @@ class Session:
         return self.state is ClientState.READY
 
     @property
+    def _left(self) -> bool:
+        """The block is being left: whoever waits for the last word of the ranks that live reads, and nobody else."""
+        return isinstance(self.cause, ClientClosedError)
+
+    @property
     def children(self) -> list[SupervisedEngine]:
         """The engine processes that are ours."""
         return [engine for engine in self.engines.values() if isinstance(engine, SupervisedEngine)]
@@ -324,9 +329,11 @@ class Session:
                 return
             await self.stop_drain()
             with anyio.move_on_after(_LAST_WORDS_S):  # a broken one lives on, and may send without end
-                while messages := self.endpoints.outputs.drain_nowait():
+                while not self._left and (messages := self.endpoints.outputs.drain_nowait()):
                     self.receive(messages)
                     await anyio.lowlevel.checkpoint()
+            if self._left:
+                return
             if isinstance(engine, SupervisedEngine) and engine.child.exited.is_set():
                 self.liveness.suspicion.ended(rank)
             if self._lose(rank, engine.death(symptom, kind)):
