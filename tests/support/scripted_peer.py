@@ -255,6 +255,12 @@ def loses_link(peer: Peer, link: str) -> None:
     signal.pause()
 
 
+def silent_after_ready(peer: Peer) -> None:
+    """Is ready, and never says another word."""
+    peer.start()
+    signal.pause()
+
+
 def deaf_ears(peer: Peer) -> None:
     """Takes no notice of anything but the first request."""
     peer.start()

@@ -72,6 +72,22 @@ class EngineCalls:
         chosen = alive if ranks is None else tuple(map(session.check_rank, dict.fromkeys(ranks)))
         return await _call_ranks(session, method, args, chosen, unchecked=unchecked)
 
+    async def utility_on_all(self, method: str, *args: Any) -> dict[int, Any]:
+        """:meth:`utility` on all ranks that live, for what must hold of every one: asked again without those that die
+        meanwhile. Their results by rank.
+
+        Raises:
+            UtilityError, EncodeError, EngineDeadError: see :meth:`utility`; no death but the last one's.
+
+        Cancellation: the calls are forgotten; the engines may still carry them out.
+        """
+        while True:
+            try:
+                return await self.utility_on(None, method, *args)
+            except EngineDeadError:
+                if not self.usable_session().connection.rota.serving:
+                    raise
+
     async def ping(self, timeout_s: float = 10.0, *, rank: int | None = None) -> float:
         """Ask an engine's main loop (by default: every engine's) for a sign of life; seconds until all had answered.
 

@@ -46,7 +46,7 @@ class EngineReadiness:
             if not self._asked:  # another request may have, meanwhile
                 # What cannot be asked, or understood, stays unknown.
                 with suppress(UtilityError, msgspec.ValidationError):
-                    answers = await self._core.utility_on(None, "get_supported_tasks")
+                    answers = await self._core.utility_on_all("get_supported_tasks")
                     builder.tasks = frozenset.intersection(
                         *(msgspec.convert(answer, frozenset[str]) for answer in answers.values())
                     )
@@ -79,7 +79,7 @@ class EngineReadiness:
                 remedy="use another id, remove_lora() before, or load_inplace=True to replace it",
             )
         try:
-            await self._core.utility_on(None, "add_lora", lora_to_wire(adapter))
+            await self._core.utility_on_all("add_lora", lora_to_wire(adapter))
         except UtilityError as exc:
             raise RequestRejected(
                 f"the engine cannot load the LoRA adapter {adapter.lora_name!r} from {adapter.lora_path!r}: {exc}",
