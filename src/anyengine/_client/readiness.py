@@ -54,6 +54,10 @@ class EngineReadiness:
 
     def has_loaded(self, adapter: LoRARequest) -> bool:
         """Whether the engine has surely loaded it: it keeps those that were used last, as many as it has room for."""
+        known = self._core.session.connection.adapters
+        for rank in self._core.ranks:  # somebody may have removed it by a call of their own
+            if known.of(rank).get(adapter.lora_int_id) != adapter.lora_path:
+                return False
         if adapter not in self._loaded:
             return False
         self._loaded[adapter] = self._loaded.pop(adapter)
