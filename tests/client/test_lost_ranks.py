@@ -37,9 +37,17 @@ async def test_the_client_is_left_while_a_rank_is_being_buried(caplog: pytest.Lo
     with anyio.fail_after(30), RemotePeers("serve", ("dead_but_talking", "called")) as peers:
         async with EngineClient(engine=engine, on_progress=peers.joining) as client:
             session = client.core.session
+            stop_drain, buried = session.stop_drain, anyio.Event()
+
+            async def stop_drain_and_wait() -> None:
+                await stop_drain()
+                buried.set()
+                while session.cause is None:
+                    await anyio.lowlevel.checkpoint()
+
+            session.stop_drain = stop_drain_and_wait  # type: ignore[method-assign] # the moment to leave at
             session.send(1, session.connection.utility("is_sleeping", (), 1, lambda: None)[1])
-            while not (session._drain_scope.cancel_called and session._drained.is_set()):
-                await anyio.lowlevel.checkpoint()
+            await buried.wait()
             assert client.state is ClientState.READY and session.cause is None
         assert client.state is ClientState.CLOSED
     assert "own task" not in caplog.text
