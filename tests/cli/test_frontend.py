@@ -139,7 +139,7 @@ def parent(request: pytest.FixtureRequest, private_temp_dir: Path) -> Iterator[P
 @pytest.mark.feature("D18")
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_the_application_answers_until_sigterm(parent: Parent, backend: str) -> None:
-    more = ["--coordinator-address", "ipc:///nowhere", "--shiny-new-thing", "secret"]
+    more = ["--coordinator-address", "ipc:///nowhere", "--shiny-new-thing", "secret", "--args=secret", "--new=secret"]
     process = parent.start(*more, ranks=2, ANYENGINE_BACKEND=backend)
     parent.start_engines(2)
     answers = [parent.ask([1]) for _ in range(4)]
@@ -148,7 +148,7 @@ def test_the_application_answers_until_sigterm(parent: Parent, backend: str) -> 
     process.terminate()
     out, err = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, out) == (0, b"cancelled\n"), err.decode()
-    assert b"--shiny-new-thing" in err
+    assert b"--shiny-new-thing, --args, --new" in err
     assert b"secret" not in err
     assert all(peer.poll() is None for peer in parent.peers.processes)
 

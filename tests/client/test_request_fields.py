@@ -95,6 +95,17 @@ async def test_adapters_beyond_the_engines_room_are_loaded_again(tmp_path: Path)
     assert [payload[3][0][0] for payload in await messages(path, "utility")] == ["l1", "l2", "l1"]
 
 
+async def test_an_adapter_that_was_removed_behind_the_clients_back_is_loaded_again(tmp_path: Path) -> None:
+    path, lora = tmp_path / "log", LoRARequest("a", 1, "/a")
+    with anyio.fail_after(30):
+        async with EngineClient(engine=misbehaving("adapters", str(path))) as client:
+            await finish(client, lora_request=lora)
+            await client.core.utility("remove_lora", 1)
+            await finish(client, lora_request=lora)
+    calls = [payload[2] for payload in await messages(path, "utility")]
+    assert calls == ["add_lora", "remove_lora", "add_lora"]
+
+
 @pytest.mark.feature("R54")
 async def test_an_engine_without_adapters_is_asked_for_none() -> None:
     with anyio.fail_after(30):

@@ -296,6 +296,11 @@ def test_an_adapter_may_be_named_while_the_engine_has_it() -> None:
     assert not refused(wanting[1])
     connection.utility("remove_lora", [7], 0, nothing)
     assert refused(wanting[2])  # asked for is enough
+    loading, _ = connection.utility("add_lora", [ADAPTER], 0, nothing)
+    removing, _ = connection.utility("remove_lora", [7], 0, nothing)
+    for call in (loading, removing):  # the engine takes them in this order
+        connection.utilities.resolve(0, UtilityOutput(call.call_id, None, True))
+    assert refused(wanting[3])
 
 
 # ----------------------------------------------------------------------------------------------------------------- ids

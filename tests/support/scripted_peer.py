@@ -223,6 +223,28 @@ def old_release(peer: Peer, probe: str) -> None:
             peer.outputs.send(pack([0, [output], None, 0.0, None, None, None, None]))
 
 
+def old_pair(peer: Peer, marker: str) -> None:
+    """Two of :func:`old_release`: rank 1 is unreachable, and makes the file ``marker`` on SIGTERM. Rank 0 does not say
+    what its release is before that file is there; it answers everything else."""
+    if peer.rank == 1:
+        signal.signal(signal.SIGTERM, lambda *_: Path(marker).touch())
+        old_release(peer, "gone")
+    peer.hello()
+    peer.init()
+    peer.inputs.send(b"")
+    peer.ready()
+    held: list[int] = []
+    while True:
+        if held and Path(marker).exists():
+            peer.reply(held.pop(), False)
+        if peer.inputs.poll(10):
+            _, payload = peer.receive()
+            if payload[2] == "is_scheduler_paused":
+                held.append(payload[1])
+            else:
+                peer.reply(payload[1], False)
+
+
 def loses_link(peer: Peer, link: str) -> None:
     """Serves one call, then closes its "input" (deaf) or "output" (mute) socket and lives on."""
     peer.start()
@@ -230,6 +252,12 @@ def loses_link(peer: Peer, link: str) -> None:
     peer.reply(payload[1], "done")
     peer.receive()  # what comes next is never answered
     (peer.inputs if link == "input" else peer.outputs).close(linger=1000)
+    signal.pause()
+
+
+def silent_after_ready(peer: Peer) -> None:
+    """Is ready, and never says another word."""
+    peer.start()
     signal.pause()
 
 
@@ -360,10 +388,12 @@ def unreadable_reply(peer: Peer, what: str) -> None:
             peer.outputs.send(pack([0, [], None, 0.0, [payload[1], *reply]]))
 
 
-def dead_but_talking(peer: Peer) -> None:
-    """Sends the dead sentinel, lives on, and sends output batches as fast as it can."""
+def dead_but_talking(peer: Peer, when: str = "at once") -> None:
+    """Sends the dead sentinel ("called": at the first call), lives on, and sends output batches as fast as it can."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     peer.start()
+    if when == "called":
+        peer.receive()
     peer.outputs.send(b"ENGINE_CORE_DEAD")
     message = pack([0, [["nobody", [1] * 100]], None, 0.0, None])
     while True:

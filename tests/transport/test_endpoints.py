@@ -204,6 +204,17 @@ async def test_a_path_where_somebody_listens_is_refused(private_temp_dir: Path) 
     assert hello == b"hello"
 
 
+def test_a_path_where_somebody_is_too_busy_to_answer_is_refused(private_temp_dir: Path) -> None:
+    path = str(private_temp_dir / "i")
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as visitor:
+        listener.bind(path)
+        listener.listen(0)
+        visitor.connect(path)  # there is no room for another one
+        with pytest.raises(anyio.BrokenResourceError, match="somebody listens there already"):
+            open_endpoints(Listeners(f"ipc://{path}", f"ipc://{private_temp_dir}/o"))
+    Path(path).unlink()
+
+
 @pytest.mark.feature("D18")
 @pytest.mark.anyio
 @pytest.mark.blocking_ok

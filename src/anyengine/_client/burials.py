@@ -93,9 +93,11 @@ class Burials:
                 return
             await session.stop_drain()
             with anyio.move_on_after(_LAST_WORDS_S):  # a broken one lives on, and may send without end
-                while messages := session.endpoints.outputs.drain_nowait():
+                while not session.is_left and (messages := session.endpoints.outputs.drain_nowait()):
                     session.receive(messages)
                     await anyio.lowlevel.checkpoint()
+            if session.is_left:
+                return
             if isinstance(engine, SupervisedEngine) and engine.child.exited.is_set():
                 session.liveness.suspicion.ended(rank)
             if self._lose(rank, engine.death(symptom, kind)):

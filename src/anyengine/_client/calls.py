@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import anyio
@@ -71,6 +72,22 @@ class EngineCalls:
         chosen = alive if ranks is None else tuple(map(session.check_rank, dict.fromkeys(ranks)))
         return await _call_ranks(session, method, args, chosen, unchecked=unchecked)
 
+    async def utility_on_all(self, method: str, *args: Any) -> dict[int, Any]:
+        """:meth:`utility` on all ranks that live, for what must hold of every one: asked again without those that die
+        meanwhile. Their results by rank.
+
+        Raises:
+            UtilityError, EncodeError, EngineDeadError: see :meth:`utility`; no death but the last one's.
+
+        Cancellation: the calls are forgotten; the engines may still carry them out.
+        """
+        while True:
+            try:
+                return await self.utility_on(None, method, *args)
+            except EngineDeadError:
+                if not self.usable_session().connection.rota.serving:
+                    raise
+
     async def ping(self, timeout_s: float = 10.0, *, rank: int | None = None) -> float:
         """Ask an engine's main loop (by default: every engine's) for a sign of life; seconds until all had answered.
 
@@ -84,14 +101,14 @@ class EngineCalls:
         Cancellation: safe.
         """
         session = self.usable_session()
-        ranks = session.connection.rota.alive if rank is None else [rank]
+        ranks = session.connection.rota.alive if rank is None else [session.check_rank(rank)]
         started_s = anyio.current_time()
-        for asked in ranks:
-            with anyio.move_on_after(timeout_s - (anyio.current_time() - started_s)) as limit, suppress(UtilityError):
-                await self.utility(PROBE, rank=asked)
-            if limit.cancelled_caught:
-                symptom = f"its main loop has not answered within {timeout_s:g} s"
-                raise session.engines[asked].death(symptom, EngineUnresponsiveError)
+        unanswered: set[int] = set()
+        with anyio.move_on_after(timeout_s) as limit, suppress(UtilityError):
+            await _call_ranks(session, PROBE, (), ranks, unanswered=unanswered)
+        if limit.cancelled_caught:
+            symptom = f"its main loop has not answered within {timeout_s:g} s"
+            raise session.engines[min(unanswered)].death(symptom, EngineUnresponsiveError)
         return anyio.current_time() - started_s
 
     def utility_arity(self, method: str) -> int | None:
@@ -104,29 +121,37 @@ class EngineCalls:
 
 
 async def _call_ranks(
-    session: Session, method: str, args: Sequence[Any], ranks: Sequence[int], *, unchecked: bool
+    session: Session,
+    method: str,
+    args: Sequence[Any],
+    ranks: Sequence[int],
+    *,
+    unchecked: bool = False,
+    unanswered: set[int] | None = None,
 ) -> dict[int, Any]:
+    """``unanswered`` is kept up to date for whoever gives up waiting: the ranks that have not answered yet."""
+    unanswered = set() if unanswered is None else unanswered
+    unanswered.update(ranks)
     calls: dict[int, PendingCall] = {}
-    unanswered = len(ranks)
     done = anyio.Event()
 
-    def answered() -> None:
-        nonlocal unanswered
-        unanswered -= 1
+    def answered(rank: int) -> None:
+        unanswered.remove(rank)
         if not unanswered:
             done.set()
 
     try:
         messages = {}
         for rank in ranks:  # everything is encoded before anything is sent
-            calls[rank], messages[rank] = session.connection.utility(method, args, rank, answered, unchecked=unchecked)
+            on_done = partial(answered, rank)
+            calls[rank], messages[rank] = session.connection.utility(method, args, rank, on_done, unchecked=unchecked)
         for rank, frames in messages.items():
             try:
                 session.send(rank, frames)
             except EngineDeadError as exc:
                 session.connection.utilities.forget(calls[rank].call_id)  # its death must not count twice
                 calls[rank].error = exc
-                answered()
+                answered(rank)
         if unanswered:
             await done.wait()
     finally:

@@ -55,7 +55,7 @@ class Liveness:
     async def watch_main_loop(self, rank: int, limit_s: float) -> None:
         """Ask a rank that has been silent for half the limit; it is lost when it does not answer within the other
         half."""
-        while rank in self._session.connection.rota.serving:
+        while self._session.cause is None and rank in self._session.connection.rota.serving:
             silence_s = anyio.current_time() - self.last_heard_s[rank]
             if silence_s < limit_s / 2:
                 await anyio.sleep(limit_s / 2 - silence_s)

@@ -7,14 +7,14 @@ travels. Names and argument order are those of vLLM's ``AsyncLLM``, without ``_a
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import anyio
 import msgspec
 
 from anyengine._wire import lora_to_wire
-from anyengine.exceptions import RequestRejected, UtilityError
+from anyengine.exceptions import EngineError, RequestRejected, UtilityError, UtilityTimeout
 from anyengine.params import LoRARequest
 
 __all__ = ["EngineOperations", "PauseMode"]
@@ -88,15 +88,30 @@ class EngineOperations:
     async def paused(self, mode: PauseMode = "wait", *, clear_cache: bool = False) -> AsyncIterator[None]:
         """Pause for the length of a block, and resume in every case.
 
+        Raises, besides: :class:`UtilityTimeout`: the engine has been told to resume, and has not said that it has. An
+        exception of the block, cancellation included, comes first, whatever becomes of the engine.
+
         Cancellation: the engine is told to resume before it propagates.
         """
         try:
             await self.pause_generation(mode=mode, clear_cache=clear_cache)
             yield
-        finally:
-            # Shielded: an engine that stays paused hangs everybody. Bounded: a hung engine must not hang us as well.
-            with anyio.move_on_after(_RESUME_LIMIT_S, shield=True):
-                await self.resume_generation()
+        except BaseException:
+            with suppress(EngineError):
+                await self._resume_at_last()
+            raise
+        await self._resume_at_last()
+
+    async def _resume_at_last(self) -> None:
+        # Shielded: an engine that stays paused hangs everybody. Bounded: a hung engine must not hang us as well.
+        with anyio.move_on_after(_RESUME_LIMIT_S, shield=True) as limit:
+            await self.resume_generation()
+        if limit.cancelled_caught:
+            raise UtilityTimeout(
+                f"the engine was told to resume and has not answered for {_RESUME_LIMIT_S:g} s: it may still do so, "
+                "after a long step; resume_generation() waits for it",
+                method="resume_scheduler",
+            )
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Give memory back: level 1 offloads the weights and drops the KV cache, 2 drops both, 0 only pauses."""

@@ -47,6 +47,10 @@ class EngineReadiness:
 
     def has_loaded(self, adapter: LoRARequest) -> bool:
         """Whether the engine has surely loaded it: it keeps those that were used last, as many as it has room for."""
+        known = self._core.session.connection.adapters
+        for rank in self._core.ranks:  # somebody may have removed it by a call of their own
+            if known.of(rank).get(adapter.lora_int_id) != adapter.lora_path:
+                return False
         if adapter not in self._loaded:
             return False
         self._loaded[adapter] = self._loaded.pop(adapter)
@@ -72,7 +76,7 @@ class EngineReadiness:
                 remedy="use another id, remove_lora() before, or load_inplace=True to replace it",
             )
         try:
-            await self._core.utility_on(None, "add_lora", lora_to_wire(adapter))
+            await self._core.utility_on_all("add_lora", lora_to_wire(adapter))
         except UtilityError as exc:
             raise RequestRejected(
                 f"the engine cannot load the LoRA adapter {adapter.lora_name!r} from {adapter.lora_path!r}: {exc}",

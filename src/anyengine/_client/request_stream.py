@@ -10,9 +10,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import anyio
+from msgspec.structs import replace
 
 from anyengine.exceptions import EngineError, OutputProcessingError, RequestError
 from anyengine.outputs import RequestOutput
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from anyengine._text import Detokenizer
 
 __all__ = ["RequestStream"]
-
-_NO_SCORES: Final[dict[str, Any]] = {}
 
 ErrorT = TypeVar("ErrorT", bound=EngineError)
 
@@ -252,8 +251,7 @@ class RequestStream:
         return detokenizer.push(ids) + detokenizer.finish()
 
     def _output(self, text: str, ids: list[int], state: RequestState, *, everything: bool) -> RequestOutput:
-        scores = _NO_SCORES if self._scores is None else self._scores.fields(everything=everything)
-        return RequestOutput(
+        output = RequestOutput(
             request_id=state.label,
             text=text,
             token_ids=ids,
@@ -262,8 +260,9 @@ class RequestStream:
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=len(self._token_ids),
             num_cached_tokens=state.num_cached_tokens,
-            **scores,
         )
+        # Not in the same call: its ** would double what an output without scores costs.
+        return output if self._scores is None else replace(output, **self._scores.fields(everything=everything))
 
     def _fail_processing(self, state: RequestState, exc: Exception) -> OutputProcessingError:
         """Rule 5: trouble with this request's text is this request's error; it is aborted, the others go on."""

@@ -81,9 +81,10 @@ class SendBudget:
         mark_bytes = account.sent_bytes
         connection = self._session.connection
 
-        def answered() -> None:  # or failed with its rank, which then has read all that it ever will
+        def answered() -> None:
             account.asking = False
-            account.read_bytes = mark_bytes
+            # A call that failed with its rank: that has read all that it ever will, and must be asked nothing more.
+            account.read_bytes = account.sent_bytes if rank in self._session.burials.deaths else mark_bytes
             self.wake()
             serves = self._session.cause is None and rank in connection.rota.serving
             if serves and account.unread_bytes >= self._limit_bytes // 4:
@@ -96,4 +97,4 @@ class SendBudget:
         except PeerUnreachable:
             connection.utilities.forget(call.call_id)
             account.asking = False
-            self._session.burials.bury(rank, "its input connection is gone")  # else whoever waits for room waits for ever
+            self._session.burials.bury(rank, "its input connection is gone")  # or those who wait for room wait on

@@ -97,6 +97,11 @@ class Session:
         return self.state is ClientState.READY
 
     @property
+    def is_left(self) -> bool:
+        """The block is being left: whoever waits for the last word of the ranks that live reads, and nobody else."""
+        return isinstance(self.cause, ClientClosedError)
+
+    @property
     def children(self) -> list[SupervisedEngine]:
         """The engine processes that are ours."""
         return [engine for engine in self.engines.values() if isinstance(engine, SupervisedEngine)]

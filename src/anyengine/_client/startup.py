@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import anyio
@@ -29,7 +29,7 @@ from anyengine.config import (
     RemoteEngine,
     RunningEngine,
 )
-from anyengine.exceptions import EngineError, EngineStartupError, RemoteProtocolError
+from anyengine.exceptions import EngineDeadError, EngineError, EngineStartupError, RemoteProtocolError
 
 from .engine_limits import learn_limits
 from .session import Session
@@ -73,6 +73,7 @@ async def start_engines(session: Session) -> None:
 
     Cancellation: at any point; what was started is the session's, which stops it.
     """
+    unheard: list[int] = []
     with anyio.move_on_after(session.settings.startup_timeout_s) as deadline:
         handshake = _take_over_engines(session)
         if (failure := await _shake_hands(session, handshake)) is not None:
@@ -82,11 +83,13 @@ async def start_engines(session: Session) -> None:
         session.connection = Connection(handshake.dialects, call_id_prefix=secrets.randbits(31))
         await session.tasks.start(session.own, session.drain_outputs)
         if isinstance(session.settings.engines[0], RunningEngine):
-            for rank in session.ranks:
-                await session.liveness.wait_answering(rank)
+            unheard += session.ranks
+            while unheard:
+                await session.liveness.wait_answering(unheard[0])
+                del unheard[0]
         _be_ready(session)
     if deadline.cancelled_caught:
-        raise _too_late(session, handshake)
+        raise _too_late(session, handshake.pending or unheard or session.ranks)
     await _settle_dialects(session)
     await learn_limits(session)
 
@@ -230,8 +233,7 @@ def _note_stages(session: Session, handshake: FrontendHandshake) -> None:
             engine.stage = handshake.stage(rank).value
 
 
-def _too_late(session: Session, handshake: FrontendHandshake) -> EngineError:
-    late = handshake.pending or session.ranks
+def _too_late(session: Session, late: Sequence[int]) -> EngineError:
     others = f" ({len(late)} of {len(session.ranks)} are not: {', '.join(map(str, late))})" if session.ranks[1:] else ""
     return session.engines[late[0]].startup_timeout(session.settings.startup_timeout_s, others)
 
@@ -245,12 +247,12 @@ async def _settle_dialects(session: Session) -> None:
     for rank, ready in session.registrations.items():
         if (warning := newer_than_known(ready)) is not None:
             _logger.warning("engine %d: %s", rank, warning)
-        if (method := connection.dialects[rank].probe) is None:
+        if (method := connection.dialects[rank].probe) is None or rank in session.burials.deaths:
             continue
         answered = anyio.Event()
         call, frames = connection.utility(method, (), rank, answered.set)
-        with suppress(PeerUnreachable):  # it is being buried, which fails the call
-            session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
+        with suppress(EngineDeadError):  # it is being buried, which fails the call
+            session.send(rank, frames)
         with anyio.move_on_after(_PROBE_LIMIT_S) as limit:
             await answered.wait()
         if limit.cancelled_caught:

@@ -30,13 +30,21 @@ class LoadedAdapters:
     def watch(self, call: PendingCall, args: Sequence[Any]) -> None:
         """Learn from a utility call that is about to be sent, and from its reply."""
         if call.method == "remove_lora" and args:
-            self._loaded.get(call.rank, {}).pop(args[0], None)
+            removed, on_done = args[0], call.on_done
+
+            def forget() -> None:
+                # Again: an add_lora that was sent before has been answered meanwhile.
+                self._loaded.get(call.rank, {}).pop(removed, None)
+                on_done()
+
+            self._loaded.get(call.rank, {}).pop(removed, None)
+            call.on_done = forget
         elif call.method == "add_lora" and args and isinstance(args[0], WireLoRARequest):
-            adapter, on_done = args[0], call.on_done
+            adapter, tell = args[0], call.on_done
 
             def learn() -> None:
                 if call.error is None:
                     self._loaded.setdefault(call.rank, {})[adapter.lora_int_id] = adapter.lora_path
-                on_done()
+                tell()
 
             call.on_done = learn

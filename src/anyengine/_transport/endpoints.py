@@ -11,7 +11,7 @@ import os
 import shutil
 import socket as socket_module
 import tempfile
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
@@ -195,11 +195,15 @@ def _refuse_taken(address: str) -> None:
     """
     if not address.startswith("ipc:///"):
         return
-    # What is left of a dead one refuses the visit.
-    with socket_module.socket(socket_module.AF_UNIX) as visitor, suppress(OSError):
+    with socket_module.socket(socket_module.AF_UNIX) as visitor:
         visitor.setblocking(False)
-        visitor.connect(address.removeprefix("ipc://"))
-        raise BrokenResourceError(f"somebody listens there already (addr={address!r})")
+        try:
+            visitor.connect(address.removeprefix("ipc://"))
+        except BlockingIOError:
+            pass  # there is a queue
+        except OSError:
+            return  # nothing there, or what is left of a dead one
+    raise BrokenResourceError(f"somebody listens there already (addr={address!r})")
 
 
 def _advertised(address: str, host: str | None) -> str:

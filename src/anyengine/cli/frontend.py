@@ -123,6 +123,7 @@ def parse_frontend_arguments(arguments: Sequence[str]) -> FrontendOptions:
         description="Run an application of yours between the engines and the sockets of `vllm serve`, which starts it.",
         epilog=_HELP,
         formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # what a newer parent says may begin like one of these
     )
     for name in ("--listen-fd", "--input-listener-fd", "--output-listener-fd"):
         parser.add_argument(name, type=int, required=True, metavar="N")
@@ -132,7 +133,8 @@ def parse_frontend_arguments(arguments: Sequence[str]) -> FrontendOptions:
     known, unknown = parser.parse_known_args(arguments)
     # Names only: a value may be a secret. It is engines that say whether they need a coordinator.
     expected = ("--data-parallel-size", "--coordinator-address")
-    if names := [word for word in unknown if word.startswith("--") and not word.startswith(expected)]:
+    words = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+    if names := [word for word in words if not word.startswith(expected)]:
         _logger.warning("the parent says more than this front end knows, which is left alone: %s", ", ".join(names))
     return FrontendOptions(**vars(known))
 

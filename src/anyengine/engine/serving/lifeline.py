@@ -99,9 +99,12 @@ class Lifeline:
 
     def on_stop(self, stop: Callable[[], None] | None) -> None:
         """From now on a signal calls ``stop``, in this object's thread, and the main thread leaves in its own time.
-        ``None``: nothing needs an orderly end any more."""
+        ``None``: nothing needs an orderly end any more, so one that was asked for, and came too late for ``stop``, is
+        now."""
         with self._lock:
             self._stop = stop
+            if stop is None and self._stop_requested:
+                os._exit(0)
 
     def close(self) -> None:
         """End the watch: the main thread is leaving and must not be cut short. Idempotent."""
