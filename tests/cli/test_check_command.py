@@ -60,6 +60,7 @@ def test_the_list_starts_nothing() -> None:
         (["--arg", "a=1"], 2, "--vllm PYTHON MODEL"),
         (["--vllm", "python", "model", "--arg", "novalue"], 2, "NAME=VALUE"),
         (["--attach", "somewhere"], 2, "tcp://HOST:PORT"),
+        (["--attach", "tcp://127.0.0.1:99999"], 2, "tcp://HOST:PORT"),
         (["--attach", "tcp://203.0.113.1:1"], 2, "cannot listen there"),
         (["-k", "nothing fits this"], 2, "no check fits"),
         (["--command", "/no/such/program"], 1, "/no/such/program"),
