@@ -47,6 +47,15 @@ def test_a_failure_is_told_and_is_exit_code_1() -> None:
     assert result.stderr == ""
 
 
+def test_a_start_that_fails_is_one_failure_with_the_engines_words() -> None:
+    program = "import sys; sys.exit('no weights ' + 60 * 'here or ' + 'there')"
+    result = run_check("--command", sys.executable, "-c", program)
+    assert result.returncode == 1
+    assert result.stdout.count("FAIL") == result.stdout.count("did not become ready\n") == 1
+    words = " ".join(result.stdout.split())
+    assert "no weights here or" in words and "or there" in words
+
+
 def test_the_list_starts_nothing() -> None:
     result = run_check("--list", "--vllm", "/no/such/python", "model")
     assert (result.returncode, result.stderr) == (0, "")
