@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ._client.client import EngineClient
     from ._client.core_client import EngineCoreClient
-    from ._client.prompts import EmbedsPrompt
+    from ._client.operations import PauseMode
+    from ._client.prompts import EmbedsPrompt, Prompt
     from ._client.request_stream import RequestStream
     from ._client.settings import ClientState
     from ._process.status import Status
     from ._protocol import EEPNotification, FaultStatus
+    from ._text import Tokenizer
     from ._wire import (
         EngineCoreOutput,
         EngineCoreOutputs,
+        EngineCoreReadyResponse,
         EngineCoreRequest,
         KvHintAction,
         KvHintsEnvelope,
@@ -32,7 +35,15 @@ if TYPE_CHECKING:
         PlaceholderRange,
         Tensor,
     )
-    from .config import CommandEngine, EmbeddedEngine, InheritedEngine, RemoteEngine, RunningEngine, VLLMEngine
+    from .config import (
+        CommandEngine,
+        EmbeddedEngine,
+        EngineSettings,
+        InheritedEngine,
+        RemoteEngine,
+        RunningEngine,
+        VLLMEngine,
+    )
     from .exceptions import (
         ClientClosedError,
         ClientFailedError,
@@ -59,8 +70,18 @@ if TYPE_CHECKING:
         UtilityTimeout,
         WrongLoopError,
     )
-    from .outputs import FinishReason, FlatLogprobs, Logprob, PoolingOutput, RequestOutput
+    from .outputs import (
+        FinishReason,
+        FlatLogprobs,
+        Logprob,
+        LogprobsOnePosition,
+        PoolingOutput,
+        RequestOutput,
+        TensorLike,
+    )
     from .params import (
+        LateChunkingParams,
+        LateInteractionParams,
         LoRARequest,
         OutputKind,
         PoolingParams,
@@ -85,9 +106,11 @@ __all__ = [
     "EngineCoreClient",
     "EngineCoreOutput",
     "EngineCoreOutputs",
+    "EngineCoreReadyResponse",
     "EngineCoreRequest",
     "EngineDeadError",
     "EngineError",
+    "EngineSettings",
     "EngineStartupError",
     "EngineUnresponsiveError",
     "FaultStatus",
@@ -96,18 +119,23 @@ __all__ = [
     "InheritedEngine",
     "KvHintAction",
     "KvHintsEnvelope",
+    "LateChunkingParams",
+    "LateInteractionParams",
     "LoRARequest",
     "LocalProtocolError",
     "Logprob",
+    "LogprobsOnePosition",
     "MultiModalFeatureSpec",
     "MultiModalField",
     "MultiModalFieldElem",
     "OutputKind",
     "OutputProcessingError",
     "OverloadedError",
+    "PauseMode",
     "PlaceholderRange",
     "PoolingOutput",
     "PoolingParams",
+    "Prompt",
     "ProtocolError",
     "RemoteEngine",
     "RemoteProtocolError",
@@ -124,6 +152,8 @@ __all__ = [
     "Status",
     "StructuredOutputsParams",
     "Tensor",
+    "TensorLike",
+    "Tokenizer",
     "UtilityError",
     "UtilityRejected",
     "UtilityTimeout",
@@ -136,16 +166,19 @@ _HOMES = {
     for module, names in {
         "_client.client": ("EngineClient",),
         "_client.core_client": ("EngineCoreClient",),
-        "_client.prompts": ("EmbedsPrompt",),
+        "_client.operations": ("PauseMode",),
+        "_client.prompts": ("EmbedsPrompt", "Prompt"),
         "_client.request_stream": ("RequestStream",),
         "_client.settings": ("ClientState",),
         "_protocol": (
             "EEPNotification",
             "FaultStatus",
         ),
+        "_text": ("Tokenizer",),
         "_wire": (
             "EngineCoreOutput",
             "EngineCoreOutputs",
+            "EngineCoreReadyResponse",
             "EngineCoreRequest",
             "KvHintAction",
             "KvHintsEnvelope",
@@ -158,6 +191,7 @@ _HOMES = {
         "config": (
             "CommandEngine",
             "EmbeddedEngine",
+            "EngineSettings",
             "InheritedEngine",
             "RemoteEngine",
             "RunningEngine",
@@ -167,10 +201,14 @@ _HOMES = {
             "FinishReason",
             "FlatLogprobs",
             "Logprob",
+            "LogprobsOnePosition",
             "PoolingOutput",
             "RequestOutput",
+            "TensorLike",
         ),
         "params": (
+            "LateChunkingParams",
+            "LateInteractionParams",
             "LoRARequest",
             "OutputKind",
             "PoolingParams",

@@ -115,8 +115,8 @@ class CommandEngine(_Described, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         self._check_args()
         argv: object = self.argv  # msgspec does not check what a constructor is given
-        if not isinstance(argv, tuple | list) or not argv:
-            raise ValueError(f"argv={self.argv!r} must be a non-empty sequence: the program and its arguments")
+        if not isinstance(argv, tuple | list) or not argv or not all(isinstance(word, str) for word in argv):
+            raise ValueError(f"argv={self.argv!r} must be a tuple of the program and its arguments, each a str")
 
 
 class _VLLMModel(msgspec.Struct, frozen=True):
@@ -152,6 +152,14 @@ class VLLMEngine(_VLLMModel, frozen=True, kw_only=True):
         env: object = self.env
         if not isinstance(env, Mapping) or not all(isinstance(text, str) for item in env.items() for text in item):
             raise ValueError(f"the names and values of env must be str; the names are {sorted(map(str, self.env))}")
+
+    def __repr__(self) -> str:
+        # Settings end up in logs and in error texts; what is in an environment may be a secret.
+        env = dict.fromkeys(self.env, "...")
+        return (
+            f"VLLMEngine({self.model!r}, args={self.args!r}, python={self.python!r}, env={env}, "
+            f"model_dir={self.model_dir!r})"
+        )
 
     @property
     def understood(self) -> UnderstoodArguments:
@@ -307,6 +315,7 @@ EngineSettings: TypeAlias = LaunchedEngine | AttachedEngine
 """Every kind of engine core behind a client."""
 
 _MAX_RANK = 0xFFFF  # an identity has two bytes
+_MAX_PORT = 0xFFFF
 _SCHEMES = ("tcp://", "ipc://")
 
 
@@ -322,7 +331,11 @@ def engine_ranks(engines: Sequence[EngineSettings]) -> tuple[int, ...]:
 
 
 def _check_address(name: str, address: object) -> None:
-    if not isinstance(address, str) or not address.startswith(_SCHEMES) or address in _SCHEMES:
+    good = isinstance(address, str) and address.startswith(_SCHEMES) and address not in _SCHEMES
+    if good and str(address).startswith("tcp://"):  # libzmq would take port 99999, and listen at another one
+        host, _, port = str(address).removeprefix("tcp://").rpartition(":")
+        good = bool(host) and (port == "*" or (port.isdecimal() and 0 < int(port) <= _MAX_PORT))
+    if not good:
         raise ValueError(f"{name}={address!r} must be an address such as 'tcp://127.0.0.1:29550' or 'ipc:///path'")
 
 

@@ -8,7 +8,8 @@ waiters: each waiter gets a fresh instance whose ``__cause__`` is the first fail
 from __future__ import annotations
 
 import copy
-from typing import Any, Self
+import re
+from typing import Any, Final, Self
 
 __all__ = [
     "ClientClosedError",
@@ -36,6 +37,12 @@ __all__ = [
     "UtilityTimeout",
     "WrongLoopError",
 ]
+
+
+_SHOWN_LINES: Final = 8
+"""Of an engine's last words in the text of an error: it is logged once for each request that was in flight."""
+_RAISED: Final = re.compile(r"(?:^|[\]:] )((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)): \S.*")
+"""A line in which a traceback ends, behind whatever a logger puts before it."""
 
 
 class EngineError(Exception):
@@ -73,9 +80,17 @@ class _ProcessError(EngineError):
 
     def __str__(self) -> str:
         text = super().__str__()
-        if self.stderr_tail:
-            text += "\n  last lines of the engine's stderr:\n" + "\n".join(f"    {line}" for line in self.stderr_tail)
-        return text
+        if not self.stderr_tail:
+            return text
+        earlier: list[str] = []
+        heading = "last lines of the engine's stderr"
+        shown = self.stderr_tail[-_SHOWN_LINES:]
+        if hidden := len(self.stderr_tail) - len(shown):
+            heading += f" ({hidden} more in stderr_tail)"
+            # Of several failures, the first caused the others: a worker's, then that of the engine which waited for it.
+            cause = next((line for line in self.stderr_tail[:hidden] if _RAISED.search(line)), None)
+            earlier = [] if cause is None else ["  first exception there:", f"    {cause}"]
+        return "\n".join([text, *earlier, f"  {heading}:", *(f"    {line}" for line in shown)])
 
 
 class EngineStartupError(_ProcessError):

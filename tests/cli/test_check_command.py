@@ -47,6 +47,15 @@ def test_a_failure_is_told_and_is_exit_code_1() -> None:
     assert result.stderr == ""
 
 
+def test_a_start_that_fails_is_one_failure_with_the_engines_words() -> None:
+    program = "import sys; sys.exit('no weights ' + 60 * 'here or ' + 'there')"
+    result = run_check("--command", sys.executable, "-c", program)
+    assert result.returncode == 1
+    assert result.stdout.count("FAIL") == result.stdout.count("did not become ready\n") == 1
+    words = " ".join(result.stdout.split())
+    assert "no weights here or" in words and "or there" in words
+
+
 def test_the_list_starts_nothing() -> None:
     result = run_check("--list", "--vllm", "/no/such/python", "model")
     assert (result.returncode, result.stderr) == (0, "")
@@ -60,6 +69,7 @@ def test_the_list_starts_nothing() -> None:
         (["--arg", "a=1"], 2, "--vllm PYTHON MODEL"),
         (["--vllm", "python", "model", "--arg", "novalue"], 2, "NAME=VALUE"),
         (["--attach", "somewhere"], 2, "tcp://HOST:PORT"),
+        (["--attach", "tcp://127.0.0.1:99999"], 2, "tcp://HOST:PORT"),
         (["--attach", "tcp://203.0.113.1:1"], 2, "cannot listen there"),
         (["-k", "nothing fits this"], 2, "no check fits"),
         (["--command", "/no/such/program"], 1, "/no/such/program"),

@@ -17,8 +17,8 @@ def run_cli(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[
 @pytest.mark.parametrize(
     ("arguments", "stdin", "code", "message", "remedy"),
     [
-        (["run", "--temperature", "-1", "x"], b"", 2, b"error: temperature", b"  try: "),
-        (["run", "--max-tokens", "0", "x"], b"", 2, b"error: max_tokens", b"  try: "),
+        (["run", "--temperature", "-1", "x"], b"", 2, b"error: temperature", b": use a finite number"),
+        (["run", "--max-tokens", "0", "x"], b"", 2, b"error: max_tokens", b": use an int"),
         (["run", "--max-model-len", "1", "x"], b"", 2, b"error: max_model_len", b""),
         (["run", "  "], b"", 1, b"error: the prompt is empty", b"  try: "),
         (["run", "-"], b"\n", 1, b"error: the prompt is empty", b"  try: "),

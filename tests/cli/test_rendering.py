@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from anyengine import EngineStartupError, RequestOutput, RequestRejected, Status
+from anyengine import EngineDeadError, EngineStartupError, RequestOutput, RequestRejected, Status
 from anyengine.cli.rendering import JsonAnswer, StartupProgress, TextAnswer, error_lines
 
 
@@ -96,6 +96,7 @@ def test_progress_on_a_terminal_is_one_line_that_disappears(monkeypatch: pytest.
 def test_an_error_is_a_line_and_its_remedy() -> None:
     rejected = RequestRejected("top_p=7 is out of range", parameter="top_p", value=7, remedy="use at most 1")
     assert error_lines(rejected) == "error: top_p=7 is out of range\n  try: use at most 1\n"
+    assert error_lines(RequestRejected("n=0: use 1", remedy="use 1")) == "error: n=0: use 1\n"  # said once
     assert error_lines(RuntimeError()) == "error: RuntimeError\n"
 
 
@@ -103,3 +104,17 @@ def test_a_failed_start_shows_the_last_lines_of_the_engine() -> None:
     text = error_lines(EngineStartupError("no such model", stderr_tail=("first", "second")))
     assert text.startswith("error: no such model\n")
     assert "second" in text
+
+
+def test_a_long_log_is_cut_but_for_the_first_exception_in_it() -> None:
+    cause = "(Worker pid=7) ERROR 11-29 18:32:40 [executor.py:953] torch.OutOfMemoryError: CUDA out of memory."
+    tail = (*["INFO early"] * 20, cause, *["INFO late"] * 20, "RuntimeError: Engine core initialization failed.")
+    text = str(EngineDeadError("engine 0 is gone", stderr_tail=tail))
+    assert text.splitlines()[1:4] == [
+        "  first exception there:",
+        f"    {cause}",
+        "  last lines of the engine's stderr (34 more in stderr_tail):",
+    ]
+    assert text.endswith("\n    RuntimeError: Engine core initialization failed.")
+    assert "early" not in text
+    assert "first exception" not in str(EngineDeadError("gone", stderr_tail=("INFO a: b",) * 50))

@@ -105,6 +105,10 @@ def test_construction_touches_no_event_loop() -> None:
     EngineClient(engine=toy())  # outside any loop
     with pytest.raises(ValueError, match="not both"):
         EngineClient("model", engine=toy())
+    with pytest.raises(ValueError, match="give the EmbeddedEngine as engine="):
+        EngineClient(toy())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="engine='model' is a model's name"):
+        EngineClient(engine="model")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on_death"):
         EngineClient(engine=toy(), on_death="explode")  # type: ignore[arg-type]
 

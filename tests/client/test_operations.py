@@ -10,7 +10,15 @@ import anyio
 import pytest
 from engines import misbehaving, toy
 
-from anyengine import EngineClient, LoRARequest, RequestFailed, RequestRejected, SamplingParams, UtilityError
+from anyengine import (
+    EngineClient,
+    LoRARequest,
+    RequestFailed,
+    RequestRejected,
+    SamplingParams,
+    UtilityError,
+    UtilityRejected,
+)
 from anyengine.testing.toy_runner import expected_tokens
 
 pytestmark = pytest.mark.anyio
@@ -102,9 +110,9 @@ async def test_results_have_their_types() -> None:
 async def test_bad_arguments_are_refused_before_anything_is_sent() -> None:
     with anyio.fail_after(30):
         async with EngineClient(engine=toy()) as client:
-            with pytest.raises(RequestRejected, match="no way to pause"):
+            with pytest.raises(UtilityRejected, match="no way to pause"):
                 await client.pause_generation(mode="never")  # type: ignore[arg-type]
-            with pytest.raises(RequestRejected, match="pickled"):
+            with pytest.raises(UtilityRejected, match="pickled"):
                 await client.collective_rpc(print)  # type: ignore[arg-type]
             assert not await client.is_paused()
 
@@ -185,5 +193,5 @@ async def test_collective_rpc_reaches_every_worker_of_the_chosen_ranks() -> None
             assert await client.collective_rpc("method", 2.0, ("a",), {"k": 1}, ranks=[1]) == everywhere[2:]
             with pytest.raises(RequestRejected, match="there is no rank 2"):
                 await client.collective_rpc("method", ranks=[0, 2])
-            with pytest.raises(RequestRejected, match="never does"):
+            with pytest.raises(UtilityRejected, match="never does"):
                 await client.collective_rpc(print)  # type: ignore[arg-type]

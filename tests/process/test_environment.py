@@ -128,3 +128,13 @@ def test_pickles_are_warned_of_once(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     EngineCoreClient()
     (record,) = caplog.records
     assert record.message.startswith("VLLM_ALLOW_INSECURE_SERIALIZATION is set, and this client never unpickles")
+
+
+def test_values_of_an_environment_are_not_shown() -> None:
+    engine = VLLMEngine("m", args={"max_model_len": 8}, python="p", env={"HF_TOKEN": "a secret"})
+    assert repr(engine) == (
+        "VLLMEngine('m', args={'max_model_len': 8}, python='p', env={'HF_TOKEN': '...'}, model_dir=None)"
+    )
+    with pytest.raises(ValueError, match="not both") as caught:
+        EngineClient("model", engine=engine)
+    assert "secret" not in str(caught.value)

@@ -36,7 +36,7 @@ __all__ = ["EngineClient"]
 
 
 class EngineClient(EngineOperations):
-    """A client of one engine core, in one task group.
+    """A client of one engine core, or of several, in one task group.
 
     Use it as ``async with EngineClient(...) as client:``, under trio or asyncio. Construction touches no event loop.
     When the block ends, the engine process, every task and every file of the client are gone. Entering again starts
@@ -63,8 +63,13 @@ class EngineClient(EngineOperations):
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
     ) -> None:
+        named: object = model
+        if named is not None and not isinstance(named, str):
+            raise ValueError(f"model must be a str; give the {type(named).__name__} as engine=...")
+        if isinstance(engine, str):
+            raise ValueError(f"engine={engine!r} is a model's name: give it as model, or in an EmbeddedEngine")
         if model is not None and engine is not None:
-            raise ValueError(f"give model={model!r} or engine={engine!r}, not both: an engine names its own model")
+            raise ValueError(f"give model={model!r} or an engine, not both: an engine names its own model")
         if engine is None:
             engine = EmbeddedEngine() if model is None else EmbeddedEngine(model=model)
         self._core = EngineCoreClient(

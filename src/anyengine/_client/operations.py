@@ -14,7 +14,7 @@ import anyio
 import msgspec
 
 from anyengine._wire import lora_to_wire
-from anyengine.exceptions import EngineError, RequestRejected, UtilityError, UtilityTimeout
+from anyengine.exceptions import EngineError, UtilityError, UtilityRejected, UtilityTimeout
 from anyengine.params import LoRARequest
 
 __all__ = ["EngineOperations", "PauseMode"]
@@ -65,8 +65,9 @@ class EngineOperations:
     async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         """Stop scheduling. Returns when the engine has confirmed that nothing runs (``"keep"``: that nothing moves)."""
         if mode not in ("abort", "wait", "keep"):
-            raise RequestRejected(
-                f"mode={mode!r} is no way to pause",
+            raise UtilityRejected(
+                f"mode={mode!r} is no way to pause: use 'abort', 'wait' or 'keep'",
+                method="pause_generation",
                 parameter="mode",
                 value=mode,
                 remedy="use 'abort', 'wait' or 'keep'",
@@ -200,8 +201,9 @@ class EngineOperations:
         A result that the engine cannot encode ends a vLLM engine's output for ever: call only what returns plain data.
         """
         if not isinstance(method, str):
-            raise RequestRejected(
+            raise UtilityRejected(
                 f"method={method!r} is no name: a callable would have to be pickled, which this client never does",
+                method="collective_rpc",
                 parameter="method",
                 value=method,
                 remedy="give the name of a method that the workers have",

@@ -16,7 +16,7 @@ import anyio
 from anyengine.cli.rendering import StartupProgress
 from anyengine.cli.run import until_signal
 from anyengine.testing.conformance import FAMILIES, Report, run, select
-from anyengine.testing.conformance.outcomes import Outcome
+from anyengine.testing.conformance.outcomes import NOT_READY, Outcome
 
 if TYPE_CHECKING:
     from anyengine.cli.check_options import CheckOptions
@@ -29,16 +29,23 @@ _SIGNAL = 128
 
 
 class ResultTable:
-    """Writes a line for each result, and a heading for each family. With ``quiet`` only what failed."""
+    """Writes a line for each result, and a heading for each family. With ``quiet`` only what failed. What is skipped
+    because the engine does not run is one line: the one failure shall be seen."""
 
     def __init__(self, stream: TextIO, *, quiet: bool) -> None:
         self._stream = stream
         self._quiet = quiet
         self._family = ""
+        self._started = True
 
     def add(self, result: CheckResult) -> None:
         """Show ``result``."""
         if self._quiet and result.outcome is not Outcome.FAILED:
+            return
+        if result.outcome is Outcome.SKIPPED and result.detail == NOT_READY:
+            if self._started:
+                print(f"\n  {_MARKS[result.outcome]:5} everything else: {NOT_READY}", file=self._stream)
+            self._started = False
             return
         family = result.check_id.partition("-")[0]
         if family != self._family and not self._quiet:
@@ -87,7 +94,9 @@ def check_engine(options: CheckOptions, target: EngineTarget) -> int:
         Path(options.junit).write_bytes(report.to_junit())
     if options.json:
         Path(options.json).write_bytes(report.to_json())
-    print(f"\n{report.engine}, {report.facts.get('spoken to as', 'release unknown')}\n{report.summary()}")
+    print(
+        f"\n{report.engine}, spoken to as {report.facts.get('spoken to as', 'an unknown release')}\n{report.summary()}"
+    )
     return 0 if report.ok else 1
 
 

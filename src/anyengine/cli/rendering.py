@@ -112,7 +112,7 @@ class StartupProgress:
 
 
 def error_lines(error: BaseException) -> str:
-    """``error`` for a person: what is wrong, and what to do about it where the error knows."""
+    """``error`` for a person: what is wrong, and what to do about it where the error knows and has not said so."""
     text = str(error) or type(error).__name__
     remedy = getattr(error, "remedy", None)
-    return f"error: {text}\n" + (f"  try: {remedy}\n" if remedy else "")
+    return f"error: {text}\n" + (f"  try: {remedy}\n" if remedy and remedy not in text else "")

@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -79,6 +80,10 @@ def _leave(exit_code: int) -> NoReturn:
 
 def _run_engine(launch: dict[str, Any], report: Callable[..., None], host: _HostWatch) -> None:
     report("importing")
+    if find_spec("vllm") is None:
+        raise ModuleNotFoundError(
+            f"{sys.executable} has no vllm: let VLLMEngine(python=...) name an interpreter that can import it"
+        )
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.core import EngineCoreProc

@@ -13,7 +13,20 @@ from typing import Any
 
 from anyengine._wire import FinishReason
 
-__all__ = ["CheckFailed", "CheckResult", "CheckSkipped", "Outcome", "expect", "expect_that", "shown", "skip_if_refused"]
+__all__ = [
+    "NOT_READY",
+    "CheckFailed",
+    "CheckResult",
+    "CheckSkipped",
+    "Outcome",
+    "expect",
+    "expect_that",
+    "shown",
+    "skip_if_refused",
+]
+
+NOT_READY = "the engine did not become ready"
+"""Why every check is skipped that needs a running engine, where there is none."""
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 200

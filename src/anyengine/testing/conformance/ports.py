@@ -47,7 +47,7 @@ def split_tcp_address(address: str) -> tuple[str, str]:
         ValueError: it is something else, or an address that nobody can connect to.
     """
     match = re.fullmatch(r"tcp://(.+):(\d{1,5})", address)
-    if match is None or match[1] in ("*", "0.0.0.0", "[::]"):  # noqa: S104 - refused, not bound
+    if match is None or not 0 < int(match[2]) < 65536 or match[1] in ("*", "0.0.0.0", "[::]"):  # noqa: S104 - refused, not bound
         raise ValueError(
             f"attach={address!r} must be tcp://HOST:PORT, where HOST is this machine's address as the engine sees it"
         )

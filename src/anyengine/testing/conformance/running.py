@@ -16,7 +16,7 @@ from anyengine.config import VLLMEngine
 
 from .deviations import known_deviation
 from .engine_link import EngineLink
-from .outcomes import CheckFailed, CheckResult, CheckSkipped, Outcome
+from .outcomes import NOT_READY, CheckFailed, CheckResult, CheckSkipped, Outcome
 from .registry import Check, select
 from .report import Report
 from .starting import AttachedEngine, EngineTarget, open_engine
@@ -162,7 +162,7 @@ async def _judge_start(state: _Run, link: EngineLink, pending: list[Check]) -> N
     for check in [check for check in pending if check.handshake]:
         pending.remove(check)
         state.judge(check, await _attempt(link, check), link.release, 0.0)
-    state.skip(pending, "the engine did not become ready")
+    state.skip(pending, NOT_READY)
 
 
 def _described(target: EngineTarget) -> str:
