@@ -72,7 +72,7 @@ async def test_a_stuck_engine_is_given_up_at_the_limit() -> None:
 async def test_an_idle_engine_and_a_busy_one_outlive_the_limit() -> None:
     """Each step is shorter than the limit; the whole is many times longer."""
     with anyio.fail_after(60):
-        async with EngineClient(engine=toy(step_delay_s=0.15), liveness_timeout_s=0.8) as client:
+        async with EngineClient(engine=toy(step_delay_s=0.15), liveness_timeout_s=2.4) as client:
             await asked(client.core, 2)  # while there is nothing to do
             params = SamplingParams(max_tokens=15)
             out = [token async for output in client.generate([7], params) for token in output.token_ids]
@@ -82,11 +82,11 @@ async def test_an_idle_engine_and_a_busy_one_outlive_the_limit() -> None:
 
 async def test_our_own_loop_held_up_is_no_sign_of_the_engines_death() -> None:
     with anyio.fail_after(60):
-        async with EngineClient(engine=toy(), liveness_timeout_s=0.4) as client:
+        async with EngineClient(engine=toy(), liveness_timeout_s=1.2) as client:
             for _ in range(3):
                 await asked(client.core, 1)
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-                signal.sigtimedwait({signal.SIGUSR1}, 0.5)  # holds up the thread and the loop in it, beyond the limit
+                signal.sigtimedwait({signal.SIGUSR1}, 1.5)  # holds up the thread and the loop in it, beyond the limit
             assert await client.ping() >= 0
             assert client.state is ClientState.READY
 
@@ -127,3 +127,14 @@ async def test_a_deaf_rank_of_ours_is_stopped() -> None:
             (child,) = [child for child in core.session.children if child.rank == 1]
             await child.wait_ended()
             assert core.state is ClientState.READY
+
+
+async def test_an_engine_that_talks_and_does_not_hear_is_given_up() -> None:
+    """What it says may be old, or somebody else's: only an answer counts."""
+    with anyio.fail_after(60):
+        async with EngineClient(engine=misbehaving("talks_on"), liveness_timeout_s=0.8, shutdown_grace_s=0.1) as client:
+            received = 0
+            with pytest.raises(EngineUnresponsiveError, match=r"has not answered for 0\.8 s"):
+                async for output in client.generate([1], SamplingParams(max_tokens=50)):
+                    received += len(output.token_ids)
+            assert received > 0

@@ -263,6 +263,6 @@ def test_engines_that_make_no_sense_together() -> None:
     with pytest.raises(ValueError, match="starts nothing"):
         EngineCoreClient([])
     with pytest.raises(ValueError, match="stands for all ranks"):
-        EngineCoreClient([RemoteEngine(handshake="tcp://127.0.0.1:0"), toy()])
+        EngineCoreClient([RemoteEngine(handshake="tcp://127.0.0.1:29550"), toy()])
     with pytest.raises(ValueError, match="liveness_timeout_s"):
         EngineCoreClient(toy(), liveness_timeout_s=0)

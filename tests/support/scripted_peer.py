@@ -294,6 +294,16 @@ def collective(peer: Peer) -> None:
         peer.reply(payload[1], [[peer.rank, worker, payload[2], payload[3]] for worker in (0, 1)])
 
 
+def talks_on(peer: Peer) -> None:
+    """Answers the first request without end, and hears nothing any more."""
+    peer.start()
+    _, payload = peer.receive()
+    assert isinstance(payload[0], str), payload
+    while True:
+        peer.send_tokens(payload[0], [5])
+        time.sleep(0.01)
+
+
 def grandchild(peer: Peer) -> None:
     """Starts a process of its own that would outlive it, and says so on stderr."""
     pid = os.fork()

@@ -258,3 +258,13 @@ def test_bad_engine_identities() -> None:
             wire.engine_identity(rank)
     with pytest.raises(DecodeError, match="2 bytes"):
         wire.rank_of(b"\x00")
+
+
+def test_a_value_that_cannot_be_compared_is_refused_like_any_other() -> None:
+    """Where a release has no place for a field, even an array, whose comparison is an array, is an EncodeError."""
+    import numpy as np
+
+    request = wire.EngineCoreRequest("r", [1], sampling_params=wire.WireSamplingParams())
+    request.sampling_params.routed_experts_prompt_start = np.array([1, 2])  # type: ignore[union-attr,assignment]
+    with pytest.raises(EncodeError, match="routed_experts_prompt_start"):
+        wire.dialect_for("0.14.0").encode_add(request)

@@ -98,8 +98,13 @@ class Burials:
                     await anyio.lowlevel.checkpoint()
             if session.is_left:
                 return
-            if isinstance(engine, SupervisedEngine) and engine.child.exited.is_set():
-                session.liveness.suspicion.ended(rank)
+            suspicion = session.liveness.suspicion
+            if (
+                engine.child.exited.is_set()
+                if isinstance(engine, SupervisedEngine)
+                else not suspicion.surplus_outputs()
+            ):
+                suspicion.ended(rank)
             if self._lose(rank, engine.death(symptom, kind)):
                 session.resume_drain()
             else:

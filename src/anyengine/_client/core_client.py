@@ -6,14 +6,13 @@ Owns the public low-level client (vLLM: ``AsyncMPClient``) and the sending of co
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 from anyengine._process.status import Status
-from anyengine._protocol import OutputConsumer, merge_registrations
+from anyengine._protocol import OutputConsumer
 from anyengine._transport.abc import PeerUnreachable
 from anyengine._wire import (
     EngineCoreOutputs,
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     pass
 
 __all__ = ["EngineCoreClient"]
-
-_logger = logging.getLogger("anyengine.client")
 
 
 class EngineCoreClient(EngineInfo):
@@ -104,13 +101,10 @@ class EngineCoreClient(EngineInfo):
             raise RuntimeError("this client is in use already; make another one for another block")
         self._context = context = open_session(self._settings)
         try:
-            self._session = session = await context.__aenter__()
+            self._session = await context.__aenter__()
         except BaseException:
             self._context = None
             raise
-        session.merged_registration, warning = merge_registrations(session.registrations.values())
-        if warning is not None:
-            _logger.warning("%s", warning)
         return self
 
     async def __aexit__(

@@ -42,7 +42,9 @@ async def learn_limits(session: Session) -> None:
         if model_dir is not None and model_dir not in facts:
             facts[model_dir] = await anyio.to_thread.run_sync(_facts_of, model_dir, abandon_on_cancel=True)
         session.connection.limits[rank] = limits_of(ready, engine, facts[model_dir] if model_dir is not None else None)
-        if _is_vllm(engine):  # it is fragile, so it is asked at once; others may not answer
+        if (
+            _is_vllm(engine) and rank in session.connection.rota.serving
+        ):  # it is fragile, so it is asked at once; others may not answer
             await _learn_tasks(session, rank, _ANSWER_LIMIT_S)
 
 

@@ -39,6 +39,7 @@ class Liveness:
         self._connections_changed = anyio.Event()
         self._looking_twice = False
         self._unanswered: dict[int, int] = dict.fromkeys(ranks, 0)  # calls of ours, by rank
+        self._answers: dict[int, int] = dict.fromkeys(ranks, 0)
 
     async def watch_connections(self, link: Literal["input", "output"], monitor: PeerMonitor) -> None:
         """Follow the connections of one socket, from before the first engine is started."""
@@ -53,21 +54,31 @@ class Liveness:
             self._connections_changed = anyio.Event()
 
     async def watch_main_loop(self, rank: int, limit_s: float) -> None:
-        """Ask a rank that has been silent for half the limit; it is lost when it does not answer within the other
-        half."""
-        while self._session.cause is None and rank in self._session.connection.rota.serving:
-            silence_s = anyio.current_time() - self.last_heard_s[rank]
-            if silence_s < limit_s / 2:
-                await anyio.sleep(limit_s / 2 - silence_s)
-                continue
-            asked_s = anyio.current_time()
+        """Ask a rank again and again, whether it talks or not: what it says may be old, or somebody else's. It is lost
+        when an answer is due for the limit; or for half of it, and nothing was heard for the whole."""
+        tick_s, asked_s = limit_s / 8, anyio.current_time()
+        while True:
+            await anyio.sleep(max(0.0, asked_s + limit_s / 2 - anyio.current_time()))
+            if not self._serves(rank):
+                return
+            asked_s, answers, doubted = anyio.current_time(), self._answers[rank], False
             self._ask(rank)
-            # In two steps: should our own loop be held up, what has arrived meanwhile is read before the second one.
-            for _ in range(2):
-                await anyio.sleep(limit_s / 4)
-            if self.last_heard_s[rank] < asked_s:
-                symptom = f"its main loop has not answered for {limit_s:g} s"
-                self._session.burials.bury(rank, symptom, EngineUnresponsiveError)
+            while self._answers[rank] == answers:
+                await anyio.sleep(tick_s)
+                if not self._serves(rank):
+                    return
+                now_s = anyio.current_time()
+                waited_s, silence_s = now_s - asked_s, now_s - self.last_heard_s[rank]
+                doubtful = waited_s > 7 * tick_s or (waited_s > 3 * tick_s and silence_s > 7 * tick_s)
+                # Twice: should our own loop have been held up, what has arrived meanwhile is read before the second.
+                if doubtful and doubted and self._answers[rank] == answers:
+                    symptom = f"its main loop has not answered for {limit_s:g} s"
+                    self._session.burials.bury(rank, symptom, EngineUnresponsiveError)
+                    return
+                doubted = doubtful
+
+    def _serves(self, rank: int) -> bool:
+        return self._session.cause is None and rank in self._session.connection.rota.serving
 
     async def outputs_settled(self) -> None:
         """Wait until nobody but the ranks that serve is connected to the output socket: what the others sent is here.
@@ -115,6 +126,7 @@ class Liveness:
             self._unanswered[rank] -= 1
             if isinstance(call.error, EngineDeadError):
                 return
+            self._answers[rank] += 1
             self.suspicion.cleared(rank, count)
             self._convict()
             if session.is_ready and rank in self.suspicion.suspects and not self._unanswered[rank]:

@@ -69,6 +69,9 @@ class SessionSettings:
             raise ValueError(f"on_death={on_death!r} must be 'report' or 'cancel'")
         if liveness_timeout_s is not None and not liveness_timeout_s > 0:
             raise ValueError(f"liveness_timeout_s={liveness_timeout_s!r} must be above 0, or None for no limit")
+        for name, given in (("startup_timeout_s", startup_timeout_s), ("shutdown_grace_s", shutdown_grace_s)):
+            if given is not None and not given >= 0:
+                raise ValueError(f"{name}={given!r} must be at least 0, or None for the default")
         if max_unread_bytes < 1:
             raise ValueError(f"max_unread_bytes={max_unread_bytes!r} must be at least 1")
         engines = _engines(engine)

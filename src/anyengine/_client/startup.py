@@ -17,7 +17,7 @@ from anyengine._process.attached import AttachedRank
 from anyengine._process.launch import launch_engine
 from anyengine._process.status import Status
 from anyengine._process.supervisor import SupervisedEngine
-from anyengine._protocol import Connection, FrontendHandshake
+from anyengine._protocol import Connection, FrontendHandshake, merge_registrations
 from anyengine._transport.abc import MessageSocket, PeerUnreachable
 from anyengine._transport.endpoints import Listeners, beside
 from anyengine._wire import EngineAddresses, engine_identity, newer_than_known, rank_of
@@ -79,6 +79,9 @@ async def start_engines(session: Session) -> None:
         if (failure := await _shake_hands(session, handshake)) is not None:
             raise failure
         session.registrations = handshake.registrations
+        session.merged_registration, warning = merge_registrations(session.registrations.values())
+        if warning is not None:
+            _logger.warning("%s", warning)
         _refuse_waves(session)
         session.connection = Connection(handshake.dialects, call_id_prefix=secrets.randbits(31))
         await session.tasks.start(session.own, session.drain_outputs)
@@ -92,6 +95,8 @@ async def start_engines(session: Session) -> None:
         raise _too_late(session, handshake.pending or unheard or session.ranks)
     await _settle_dialects(session)
     await learn_limits(session)
+    if session.cause is not None:
+        raise session.cause.for_waiter()
 
 
 def _be_ready(session: Session) -> None:

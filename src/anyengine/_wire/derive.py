@@ -74,6 +74,10 @@ def decoding_types(canonical: Mapping[str, StructType], layout: _Layout) -> dict
     return found
 
 
+_COMPARABLE = (bool, int, float, str, bytes, list, tuple, dict)
+"""Others may answer a comparison with anything, as arrays do; no default is one of them."""
+
+
 def restrict(value: Any, written: Mapping[StructType, Written]) -> Any:
     """``value`` with every struct that ``written`` lists in its written form; ``value`` itself if nothing changes.
 
@@ -87,7 +91,7 @@ def restrict(value: Any, written: Mapping[StructType, Written]) -> Any:
         return value
     for name, losable in form.refused:
         part = getattr(value, name)
-        if part is not losable and part != losable:
+        if part is not losable and not (isinstance(part, _COMPARABLE) and part == losable):
             raise _no_place(value, name, part)
     if form.readers:
         names = form.struct.__struct_fields__
