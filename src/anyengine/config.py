@@ -334,7 +334,7 @@ def _check_address(name: str, address: object) -> None:
     good = isinstance(address, str) and address.startswith(_SCHEMES) and address not in _SCHEMES
     if good and str(address).startswith("tcp://"):  # libzmq would take port 99999, and listen at another one
         host, _, port = str(address).removeprefix("tcp://").rpartition(":")
-        good = bool(host) and (port == "*" or (port.isdecimal() and 0 < int(port) <= _MAX_PORT))
+        good = bool(host) and (port == "*" or (port.isdecimal() and int(port) <= _MAX_PORT))
     if not good:
         raise ValueError(f"{name}={address!r} must be an address such as 'tcp://127.0.0.1:29550' or 'ipc:///path'")
 

@@ -218,7 +218,7 @@ async def test_vllm_host_ip_is_what_engines_are_told(monkeypatch: pytest.MonkeyP
     assert RemoteEngine(handshake=everywhere, advertise_host="10.0.0.5").advertised_host == "10.0.0.5"
 
 
-@pytest.mark.parametrize("address", ["tcp://h", "tcp://h:", "tcp://:1", "tcp://h:0", "tcp://h:99999", "h:1", "ipc://"])
+@pytest.mark.parametrize("address", ["tcp://h", "tcp://h:", "tcp://:1", "tcp://h:99999", "h:1", "ipc://"])
 def test_an_address_that_cannot_be(address: str) -> None:
     with pytest.raises(ValueError, match="must be an address such as"):
         RemoteEngine(handshake=address)

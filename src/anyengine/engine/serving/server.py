@@ -70,6 +70,7 @@ def serve(
     with zmq.Context() as context, ExitStack() as stack:
         engine: Engine | None = None
         while True:
+            nonsense = False
             with context.socket(zmq.DEALER) as socket:
                 report(Status("handshake"))
                 handshake, addresses = _greet(socket, attachment, patient=engine is not None)
@@ -84,7 +85,10 @@ def serve(
                     if not attachment.stay:
                         raise
                     _note_nonsense(attachment, exc)
-                    abandoned = True
+                    nonsense = abandoned = True
+            if nonsense:
+                # Behind the end of our connection: a router takes no second one of the same name beside it.
+                time.sleep(_NONSENSE_PAUSE_S)
             if not (abandoned and attachment.stay):
                 return
             on_stop(None)
@@ -111,6 +115,7 @@ def _greet(
                     if not patient:
                         raise
                     _note_nonsense(attachment, exc)
+                    time.sleep(_NONSENSE_PAUSE_S)
                 continue
             if not patient and time.monotonic() > deadline_s:
                 raise TimeoutError(f"no answer to HELLO from {attachment.handshake_address} in {_INIT_TIMEOUT_S} s")
@@ -132,7 +137,6 @@ def _greet(
 def _note_nonsense(attachment: Attachment, trouble: ProtocolError) -> None:
     """An engine that has its model outlives a front end that makes no sense."""
     _logger.warning("what the front end at %s says makes no sense: %s", attachment.handshake_address, trouble)
-    time.sleep(_NONSENSE_PAUSE_S)
 
 
 def _announce(socket: zmq.Socket[bytes], handshake: EngineHandshake, report: Callable[[Status], None]) -> None:
