@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,7 +65,7 @@ def test_arguments_mean_the_same_in_every_form(
         64, lora=False, prompt_embeds=False, fault_tolerance=False, known_methods_only=True, priorities=False,
         max_loras=2,
     )  # fmt: skip
-    expected = dataclasses.replace(defaults, **known)
+    expected = msgspec.structs.replace(defaults, **known)
     assert vllm(names) == vllm(strings) == expected
     in_full = msgspec.structs.asdict(VLLMEngine("m", args=strings).understood)
     assert limits_of(READY, RemoteEngine(handshake=ADDRESS, args=in_full)) == expected
@@ -86,11 +85,11 @@ SAID = {"max_logprobs": 5, "enable_lora": True}
     ids=lambda engine: type(engine).__name__,
 )
 def test_what_nobody_says_of_somebody_elses_engine_stays_unknown(engine: Any) -> None:
-    known = dataclasses.replace(UNKNOWN, max_logprobs=5, lora=True)
+    known = msgspec.structs.replace(UNKNOWN, max_logprobs=5, lora=True)
     is_vllm = not isinstance(engine, CommandEngine)
-    assert limits_of(None, engine) == dataclasses.replace(known, known_methods_only=is_vllm)
+    assert limits_of(None, engine) == msgspec.structs.replace(known, known_methods_only=is_vllm)
     silent = msgspec.structs.replace(engine, args={})
-    assert limits_of(None, silent) == dataclasses.replace(UNKNOWN, known_methods_only=is_vllm)
+    assert limits_of(None, silent) == msgspec.structs.replace(UNKNOWN, known_methods_only=is_vllm)
     assert silent.understood is None and engine.understood.max_logprobs == 5
     for wrong in (["--max-logprobs", "5"], {"max_logprobs": "5"}, {5: 5}, None):
         with pytest.raises(ValueError, match=r"args must|max_logprobs='5' cannot be right"):
@@ -111,7 +110,7 @@ def test_the_registration_the_files_and_the_release() -> None:
     assert vllm({"max_loras": 3}, EngineCoreReadyResponse(64, vllm_version="0.28.0")).max_loras == 3
     assert not vllm({}, EngineCoreReadyResponse(64, vllm_version="9.0.0")).known_methods_only
     embedded = limits_of(None, EmbeddedEngine())
-    assert embedded == dataclasses.replace(UNKNOWN, tasks=frozenset(("generate",)))
+    assert embedded == msgspec.structs.replace(UNKNOWN, tasks=frozenset(("generate",)))
 
 
 def test_what_several_engines_take() -> None:
@@ -125,7 +124,7 @@ def test_what_several_engines_take() -> None:
     assert EngineLimits.common([one]) == one
     assert EngineLimits.common([one, UNKNOWN]).tasks is None
     assert EngineLimits.common([one, UNKNOWN]).lora is None
-    assert EngineLimits.common([dataclasses.replace(one, max_logprobs=-1)] * 2).max_logprobs == -1
+    assert EngineLimits.common([msgspec.structs.replace(one, max_logprobs=-1)] * 2).max_logprobs == -1
 
 
 @pytest.mark.anyio

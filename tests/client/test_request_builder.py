@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import built_tokenizers
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -43,7 +43,7 @@ def builder(
     *, tokenizer: Tokenizer | None = None, tasks: frozenset[str] = GENERATE, model: ModelFacts = MODEL, **args: Any
 ) -> RequestBuilder:
     limits = limits_of(READY, CommandEngine(argv=("x",), args=args), model)
-    return RequestBuilder((model, tokenizer, None), dataclasses.replace(limits, tasks=tasks), "p")
+    return RequestBuilder((model, tokenizer, None), msgspec.structs.replace(limits, tasks=tasks), "p")
 
 
 def build(made: RequestBuilder, prompt: Any = (1, 2, 3), params: Any = None, **fields: Any) -> EngineCoreRequest:

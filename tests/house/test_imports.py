@@ -40,6 +40,16 @@ cost_s = time.process_time() - before
 print(json.dumps([cost_s, sorted({name.partition(".")[0] for name in sys.modules})]))
 """
 
+DEPENDENCIES = """
+import time
+before = time.process_time()
+import anyio, msgspec, zmq
+from anyio import wait_readable
+print(time.process_time() - before)
+"""
+DEPENDENCIES_S = 0.050
+"""What that costs on the machine that the budget is meant for: others are slower, or busier, and so get more."""
+
 QUIET = """
 import sys
 
@@ -69,7 +79,9 @@ def python(source: str) -> str:
 def test_import_is_cheap_and_loads_nothing_heavy() -> None:
     runs = [json.loads(python(COST)) for _ in range(6)][1:]  # the first one may write bytecode
     costs_s = [cost_s for cost_s, _ in runs]
-    assert min(costs_s) < 0.150, costs_s  # neighbours on the machine only ever add
+    dependencies_s = min(float(python(DEPENDENCIES)) for _ in range(5))
+    # Neighbours on the machine only ever add, to both.
+    assert min(costs_s) < 0.150 * max(1.0, dependencies_s / DEPENDENCIES_S), (costs_s, dependencies_s)
     loaded = set(runs[0][1])
     assert not loaded & HEAVY
     assert loaded & {"trio", "uvloop", "pytest", "hypothesis"} == set()

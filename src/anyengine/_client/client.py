@@ -6,7 +6,7 @@ streams. Sits on :class:`~anyengine._client.core_client.EngineCoreClient`, which
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, suppress
 from types import TracebackType
@@ -122,7 +122,7 @@ class EngineClient(EngineOperations):
                     session.tasks.start_soon(desk.feed_streams)
                     session.tasks.start_soon(session.own, desk.abort_dropped)
                     files = await load_model_files(self._core.model_dir, text=not self._core.skips_text)
-                    desk.open(RequestBuilder(files, common_limits(session), wire_id_prefix=secrets.token_hex(4)))
+                    desk.open(RequestBuilder(files, common_limits(session), wire_id_prefix=os.urandom(4).hex()))
                     yield
                 finally:
                     desk.close()

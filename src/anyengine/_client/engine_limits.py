@@ -6,12 +6,12 @@ mean is admission's, and the request builder's.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 from anyengine._protocol import EngineLimits
 from anyengine._text import ModelFacts
@@ -123,4 +123,4 @@ async def _learn_tasks(session: Session, rank: int, limit_s: float) -> None:
         connection.utilities.forget(call.call_id)
     if call.error is None and isinstance(call.value, list):
         tasks = frozenset(task for task in call.value if isinstance(task, str))
-        connection.limits[rank] = dataclasses.replace(connection.limits[rank], tasks=tasks)
+        connection.limits[rank] = msgspec.structs.replace(connection.limits[rank], tasks=tasks)

@@ -6,7 +6,6 @@ byte. Sends nothing and registers nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any, cast
@@ -54,7 +53,7 @@ class RequestBuilder:
     def take_limits(self, limits: EngineLimits) -> None:
         """Go by ``limits``, which are those of every engine, from now on."""
         if limits.vocab_size is None and self._tokenizer is not None:
-            limits = dataclasses.replace(limits, vocab_size=self._tokenizer.vocab_size)
+            limits = msgspec.structs.replace(limits, vocab_size=self._tokenizer.vocab_size)
         self.limits: EngineLimits = limits
 
     @property

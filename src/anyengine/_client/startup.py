@@ -6,7 +6,7 @@ Owns the order of a start and what its failures become. Whoever calls it stops w
 from __future__ import annotations
 
 import logging
-import secrets
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -83,7 +83,7 @@ async def start_engines(session: Session) -> None:
         if warning is not None:
             _logger.warning("%s", warning)
         _refuse_waves(session)
-        session.connection = Connection(handshake.dialects, call_id_prefix=secrets.randbits(31))
+        session.connection = Connection(handshake.dialects, call_id_prefix=int.from_bytes(os.urandom(4)) >> 1)
         await session.tasks.start(session.own, session.drain_outputs)
         if isinstance(session.settings.engines[0], RunningEngine):
             unheard += session.ranks

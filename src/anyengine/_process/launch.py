@@ -10,7 +10,6 @@ import os
 import shutil
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -77,6 +76,8 @@ def _vllm_args(engine: VLLMEngine) -> dict[str, Any] | list[str]:
 def _vllm_environment(engine: VLLMEngine, scratch_dir: Path) -> dict[str, str]:
     """The host's environment, with a directory for what vLLM leaves behind (sockets, for one). What torch compiles is
     kept from one start to the next."""
+    import tempfile
+
     return {
         "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
         **os.environ,
@@ -88,6 +89,8 @@ def _vllm_environment(engine: VLLMEngine, scratch_dir: Path) -> dict[str, str]:
 
 def _make_scratch_dir() -> Path:
     """A private directory (mode 0700) whose path is short enough for vLLM's sockets in it."""
+    import tempfile  # loads hashlib, and is needed for vLLM alone
+
     base = RPC_BASE_PATH.value() or tempfile.gettempdir()
     if len(os.fsencode(base)) > _VLLM_PATH_BYTES:
         base = "/tmp"  # noqa: S108 - mkdtemp makes it private

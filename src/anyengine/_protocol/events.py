@@ -6,8 +6,9 @@ batch of request outputs is the wire's own :class:`~anyengine._wire.EngineCoreOu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+import msgspec
 
 from anyengine._wire import EngineCoreOutputs, UtilityOutput
 from anyengine.exceptions import DecodeError
@@ -15,16 +16,14 @@ from anyengine.exceptions import DecodeError
 __all__ = ["DeadSentinel", "EEPNotification", "Event", "FaultStatus", "MalformedMessage", "UtilityReply"]
 
 
-@dataclass(frozen=True, slots=True)
-class UtilityReply:
+class UtilityReply(msgspec.Struct, frozen=True):
     """The answer to a utility call, or a late answer to one that nobody waits for any more."""
 
     rank: int
     output: UtilityOutput
 
 
-@dataclass(frozen=True, slots=True)
-class EEPNotification:
+class EEPNotification(msgspec.Struct, frozen=True):
     """An unsolicited message about elastic expert parallelism (wire call id -1).
 
     ``name`` is ``RECONFIGURE_FINISHED`` or ``SHUTDOWN_COMPLETE``; ``rank`` is the data-parallel rank that it speaks of.
@@ -34,8 +33,7 @@ class EEPNotification:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class FaultStatus:
+class FaultStatus(msgspec.Struct, frozen=True):
     """An unsolicited fault-tolerance status (wire call id -2): ``status`` is ``healthy``, ``unhealthy`` or ``dead``."""
 
     rank: int
@@ -43,13 +41,11 @@ class FaultStatus:
     fault_info: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class DeadSentinel:
+class DeadSentinel(msgspec.Struct, frozen=True):
     """The ``ENGINE_CORE_DEAD`` frame. It does not say which engine sent it."""
 
 
-@dataclass(frozen=True, slots=True)
-class MalformedMessage:
+class MalformedMessage(msgspec.Struct, frozen=True):
     """A message that could not be decoded, and names no live request and no pending call. Nothing is affected by it."""
 
     error: DecodeError

@@ -24,7 +24,7 @@ _MAX_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_leng
 
 
 _HIDDEN_SIZE_KEYS = ("hidden_size", "n_embd", "d_model")
-_MULTIMODAL_KEY = re.compile("vision|visual|image|video|audio|speech|multimodal|thinker")
+_MULTIMODAL_KEY = "vision|visual|image|video|audio|speech|multimodal|thinker"
 """``"vision_config"``, ``"image_token_id"``, ...: what no model of text alone has in its configuration."""
 
 
@@ -65,7 +65,7 @@ class ModelFacts:
                 remedy="give the directory that holds config.json and tokenizer.json",
             )
         config = _read_json(directory / "config.json")
-        multimodal = any(_MULTIMODAL_KEY.search(key) for key in config)
+        multimodal = any(re.search(_MULTIMODAL_KEY, key) for key in config)
         # A multimodal checkpoint keeps the facts of its language model one level down.
         text_config = config.get("text_config")
         if isinstance(text_config, dict):

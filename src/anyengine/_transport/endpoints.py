@@ -10,7 +10,6 @@ import ipaddress
 import os
 import shutil
 import socket as socket_module
-import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -241,6 +240,8 @@ def _make_private_directory() -> Path:
     """Under ``$VLLM_RPC_BASE_PATH``, or ``$XDG_RUNTIME_DIR``, or the directory for temporary files, or ``/tmp``: the
     first that will do."""
     chosen = RPC_BASE_PATH.value(), os.environ.get("XDG_RUNTIME_DIR")
+    import tempfile  # loads hashlib, and is needed once
+
     bases = (*chosen, tempfile.gettempdir(), "/tmp")  # noqa: S108 (mkdtemp makes it private)
     trouble = "no base directory"
     for base in filter(None, bases):

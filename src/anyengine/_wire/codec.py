@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-_PATH = re.compile(r" - at (?:`?key`? in )?`(?P<path>[^`]*)`$")  # of a bad key in a map: where the map is
+_PATH = r" - at (?:`?key`? in )?`(?P<path>[^`]*)`$"  # of a bad key in a map: where the map is
 
 BAD_BYTES = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError, MemoryError)
 """Whatever bytes can make msgspec or our hooks raise: malformed, ill-typed, bad UTF-8, nested or big beyond reason."""
@@ -92,7 +92,7 @@ def raise_decode_error(exc: BaseException, what: str, payload: Frame) -> NoRetur
     """Raise the :class:`DecodeError` for ``exc``, with the path that msgspec put at the end of its text."""
     text = str(exc) or type(exc).__name__
     path = None
-    if match := _PATH.search(text):
+    if match := re.search(_PATH, text):
         path, text = match["path"], text[: match.start()]
     where = f" at {path}" if path else ""
     size_bytes = memoryview(payload).nbytes

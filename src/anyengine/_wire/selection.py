@@ -17,7 +17,7 @@ from .ready import EngineCoreReadyResponse
 
 __all__ = ["dialect_for", "newer_than_known", "select_dialect"]
 
-_VERSION: Final = re.compile(r"v?(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?")
+_VERSION: Final = r"v?(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?"
 
 
 def dialect_for(version: str | None) -> Dialect:
@@ -70,7 +70,7 @@ def newer_than_known(ready: EngineCoreReadyResponse | None) -> str | None:
 
 
 def _release_of(version: str | None) -> Release | None:
-    match = _VERSION.match(version or "")
+    match = re.match(_VERSION, version or "")
     if not match or version is None:
         return None
     release = (int(match[1]), int(match[2]), int(match[3] or 0))

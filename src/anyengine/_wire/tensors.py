@@ -49,7 +49,7 @@ _TORCH_ITEM_BYTES: Final = {
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
     "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
 }  # fmt: skip
-_NUMPY_DTYPE: Final = re.compile(r"[<>=|][biufc](\d{1,2})")
+_NUMPY_DTYPE: Final = r"[<>=|][biufc](\d{1,2})"
 _TORCH_NAMES: Final = {
     "b1": "bool", "u1": "uint8", "i1": "int8", "u2": "uint16", "i2": "int16", "u4": "uint32", "i4": "int32",
     "u8": "uint64", "i8": "int64", "f2": "float16", "f4": "float32", "f8": "float64", "c8": "complex64",
@@ -65,7 +65,7 @@ _ARRAY_CODES: Final = {
 def _item_bytes(dtype: str) -> int | None:
     if (known := _TORCH_ITEM_BYTES.get(dtype)) is not None:
         return known
-    match = _NUMPY_DTYPE.fullmatch(dtype)
+    match = re.fullmatch(_NUMPY_DTYPE, dtype)
     return int(match[1]) if match else None
 
 
@@ -144,7 +144,7 @@ class Tensor:
         Raises:
             TypeError: a dtype without such values here (8-bit floats, complex numbers, unknown ones).
         """
-        name = self.torch_spelled().dtype if _NUMPY_DTYPE.fullmatch(self.dtype) else self.dtype
+        name = self.torch_spelled().dtype if re.fullmatch(_NUMPY_DTYPE, self.dtype) else self.dtype
         if name == "bool":
             return [byte != 0 for byte in bytes(self.data)]
         if name == "float16":

@@ -5,16 +5,15 @@ Owns the record, and what several engines have in common. Whoever opens the conn
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 __all__ = ["EngineLimits"]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
+class EngineLimits(msgspec.Struct, frozen=True):
     """The limits of a connected engine. ``None`` where nobody told us: then only what hurts every engine is refused.
 
     ``max_model_len`` is in tokens, prompt and output together. ``vocab_size`` counts the rows of the embedding,
@@ -41,7 +40,7 @@ class EngineLimits:
     reasoning: bool = False
     trace_replay: bool = False
     structured_outputs_backend: str = "auto"
-    pooler: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    pooler: Mapping[str, Any] = {}
 
     @classmethod
     def unknown(cls) -> EngineLimits:
@@ -61,7 +60,7 @@ class EngineLimits:
         tasks = [one.tasks for one in engines if one.tasks is not None]
         merged["tasks"] = frozenset.intersection(*tasks) if len(tasks) == len(engines) else None
         merged["max_logprobs"] = min((one.max_logprobs for one in engines if one.max_logprobs >= 0), default=-1)
-        return dataclasses.replace(first, **merged)
+        return msgspec.structs.replace(first, **merged)
 
 
 _SWITCHES: Final = ("known_methods_only", "tokenizer", "reasoning", "trace_replay")

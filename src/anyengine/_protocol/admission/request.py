@@ -28,7 +28,7 @@ from .prompt import check_in_vocabulary, check_prompt_length
 
 __all__ = ["check_request"]
 
-_PLACE: Final = re.compile(r"\[(\d+|\.\.\.)\]|\.([^.\[]+)")
+_PLACE: Final = r"\[(\d+|\.\.\.)\]|\.([^.\[]+)"
 _SCALARS: Final[dict[str, Rule]] = {
     "data_parallel_rank": integer(0, optional=True),
     "current_wave": integer(0),
@@ -130,7 +130,7 @@ def _place(path: str, request: Any, kind: Any) -> tuple[str, Any]:
     """
     names: list[str] = []
     value, known = request, True
-    for index, key in _PLACE.findall(path):
+    for index, key in re.findall(_PLACE, path):
         struct = _struct_in(kind)
         kind = None
         step = f"[{index}]" if index else key
