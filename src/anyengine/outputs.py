@@ -7,7 +7,7 @@ the one object that holds it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, Protocol, TypeAlias, overload
+from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias, overload
 
 import msgspec
 
@@ -97,10 +97,10 @@ class FlatLogprobs(Sequence[LogprobsOnePosition | None]):
         preceding: Sequence[int] = (),
         texts: Sequence[str] | None = None,
     ) -> None:
-        self.ends = ends
-        self.token_ids = token_ids
-        self.logprobs = logprobs
-        self.ranks = ranks
+        self.ends: Sequence[int] = ends
+        self.token_ids: Sequence[int] = token_ids
+        self.logprobs: Sequence[float] = logprobs
+        self.ranks: Sequence[int] = ranks
         self._decode = decode
         self._preceding = preceding  # tokens before the first position that belong to the same text
         self._texts = texts
@@ -139,7 +139,7 @@ class FlatLogprobs(Sequence[LogprobsOnePosition | None]):
             return NotImplemented
         return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other, strict=True))
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"FlatLogprobs({list(self)!r})"

@@ -99,7 +99,7 @@ class EngineOperations:
             yield
         except BaseException:
             with suppress(EngineError):
-                await self._resume_at_last()
+                await self._resume_at_last()  # noqa: ASYNC102 - shielded and bounded inside
             raise
         await self._resume_at_last()
 

@@ -158,5 +158,6 @@ def _add_selection(check: ArgumentParser) -> None:
         help="what is known of vLLM's releases is no failure (the default with --vllm)",
     )  # fmt: skip
     group.add_argument(
-        "--patience", type=float, default=20.0, metavar="S", help="for any one message (default: %(default)g s)"
-    )
+        "--patience", type=float, default=20.0, metavar="S",
+        help="for what a check waits for: one message, or the end of a request (default: %(default)g s)",
+    )  # fmt: skip
