@@ -90,3 +90,28 @@ async def test_a_stranger_does_not_hide_a_death(who: str) -> None:
                     with anyio.fail_after(2), pytest.raises(EngineDeadError):
                         async for _ in stream:
                             pass
+
+
+def scan(*addresses: str) -> None:
+    for number in range(60):
+        for address in addresses:
+            call(address).close()
+            if number % 20 == 0:
+                shout(address)
+
+
+async def test_scanners_do_not_disturb_anybody() -> None:
+    with anyio.fail_after(30), RemotePeers("serve", "serve") as peers:
+        engine = RemoteEngine(handshake=LOOPBACK, ranks=2)
+        async with EngineClient(engine=engine, startup_timeout_s=20, on_progress=peers.joining) as client:
+            at = client.core.running_engine
+            async with client.generate(ENDLESS, SHORT) as stream, anyio.create_task_group() as tasks:
+                await anext(stream)
+                for _ in range(3):
+                    tasks.start_soon(anyio.to_thread.run_sync, scan, at.inputs, at.outputs)
+                for _ in range(20):
+                    await anext(stream)
+                    await tokens(client)
+            assert client.ranks == (0, 1)
+            await client.ping()
+            assert client.statistics()["utility_calls_in_flight"] < 10  # many connections that end are one question
