@@ -3,11 +3,12 @@ purpose."""
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from anyengine import CommandEngine, EmbeddedEngine, EngineClient
 
@@ -35,5 +36,5 @@ def mutant(fault: str = "") -> CommandEngine:
 def generates(client: EngineClient) -> None:
     """Let ``client`` know of an engine that answers nothing what it would ask before the first request."""
     limits = client.core.session.connection.limits
-    limits[0] = dataclasses.replace(limits[0], tasks=frozenset(("generate",)))
+    limits[0] = msgspec.structs.replace(limits[0], tasks=frozenset(("generate",)))
     client._entered_desk().builder.take_limits(limits[0])
