@@ -181,7 +181,7 @@ class EngineCoreClient(EngineInfo):
     def outputs(self) -> OutputBatches:
         """Iterate over the output batches, in the order in which the engine sent them: :meth:`receive_outputs`,
         repeated."""
-        return OutputBatches(self)
+        return OutputBatches(self.receive_outputs)
 
     async def receive_outputs(self) -> EngineCoreOutputs:
         """The next output batch; late outputs of aborted requests are left out. One task calls it at a time.

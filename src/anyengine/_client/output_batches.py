@@ -5,8 +5,8 @@ Owns the iteration, and what a request's failure and a rank's death look like in
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Self
+from collections.abc import Awaitable, Callable
+from typing import Self
 
 import anyio
 
@@ -17,9 +17,6 @@ from anyengine.exceptions import EngineDeadError, OutputProcessingError
 from .burials import RankDeath
 from .session import Session
 
-if TYPE_CHECKING:
-    from .core_client import EngineCoreClient
-
 __all__ = ["BatchConsumer", "OutputBatches"]
 
 
@@ -27,14 +24,14 @@ class OutputBatches:
     """An asynchronous iterator over the output batches of a client. It never ends by itself; it raises what ended
     the client."""
 
-    def __init__(self, core: EngineCoreClient) -> None:
-        self._core = core
+    def __init__(self, receive: Callable[[], Awaitable[EngineCoreOutputs]]) -> None:
+        self._receive = receive
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> EngineCoreOutputs:
-        return await self._core.receive_outputs()
+        return await self._receive()
 
 
 class BatchConsumer:
