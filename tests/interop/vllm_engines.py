@@ -63,6 +63,13 @@ def vllm_args(model: Path | str) -> dict[str, Any]:
     return {"model": str(model), **_ARGS}
 
 
+def _maps_of(process: psutil.Process) -> str:
+    try:
+        return Path(f"/proc/{process.pid}/maps").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # one of those that come and go while it loads
+        return ""
+
+
 class Holdings(NamedTuple):
     """What the processes of one engine hold: taken while it runs, asked for when it has ended."""
 
@@ -73,7 +80,7 @@ class Holdings(NamedTuple):
     def of(cls, pid: int) -> Holdings:
         leader = psutil.Process(pid)
         processes = [leader, *leader.children(recursive=True)]
-        maps = "".join(Path(f"/proc/{process.pid}/maps").read_text() for process in processes)
+        maps = "".join(map(_maps_of, processes))
         return cls(processes, frozenset(re.findall(r"/dev/shm/psm_\w+", maps)))
 
     @property

@@ -26,6 +26,7 @@ __all__ = ["Burials", "RankDeath"]
 _logger = logging.getLogger("anyengine.client")
 
 _LAST_WORDS_S = 1.0  # how long a dying engine may take to exit, so that the error can say how it ended
+_LOST_LINK_S = 0.4  # the same for one that has lost a connection: a killed one exits with it, a deaf or mute one never
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Burials:
         symptom, kind = self._dying[rank]
         engine = session.engines[rank]
         if kind is EngineDeadError:  # a stuck one does not end
-            with anyio.move_on_after(_LAST_WORDS_S):
+            with anyio.move_on_after(_LAST_WORDS_S if symptom in (None, SENTINEL) else _LOST_LINK_S):
                 await engine.wait_ended()
                 await session.liveness.outputs_settled()
         async with self._one_by_one:
