@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
-from engines import misbehaving, toy
+from engines import generates, misbehaving, toy
 from remote_peers import RemotePeers
 
 from anyengine import (
@@ -18,8 +19,10 @@ from anyengine import (
     EngineCoreRequest,
     EngineDeadError,
     EngineUnresponsiveError,
+    LoRARequest,
     RemoteEngine,
     RunningEngine,
+    SamplingParams,
     StartupTimeout,
 )
 from anyengine._wire import WireSamplingParams
@@ -143,3 +146,25 @@ async def test_engines_that_do_not_all_come_back() -> None:
             async with EngineCoreClient(running, startup_timeout_s=2):
                 pytest.fail("one is missing")
         assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize("fields", [{}, {"lora_request": LoRARequest("a", 1, "/a")}], ids=["plain", "adapter"])
+async def test_a_request_to_an_engine_that_is_dying_gets_its_death(fields: dict[str, Any]) -> None:
+    """Between the first symptom and the last word no rank serves any more, and the session has not ended yet."""
+    with anyio.fail_after(60):
+        async with EngineClient(engine=misbehaving("loses_link", "input"), shutdown_grace_s=0.1) as client:
+            generates(client)
+            await client.core.utility("first", unchecked=True)
+            async with anyio.create_task_group() as tasks:
+
+                async def last_call() -> None:
+                    with pytest.raises(EngineDeadError):
+                        await client.core.utility("second", unchecked=True)
+
+                tasks.start_soon(last_call)
+                while client.ranks:
+                    await anyio.lowlevel.checkpoint()
+                assert client.state is ClientState.READY
+                with pytest.raises(EngineDeadError, match="input connection is gone"):
+                    async with client.generate([1], SamplingParams(max_tokens=1), **fields) as stream:
+                        await anext(stream)  # libzmq may not have forgotten the peer yet, and take the request

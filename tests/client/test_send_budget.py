@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from array import array
 
 import anyio
 import pytest
@@ -16,6 +17,7 @@ from anyengine import (
     EngineDeadError,
     OverloadedError,
     SamplingParams,
+    Tensor,
 )
 from anyengine._wire import WireSamplingParams
 from anyengine.testing.toy_runner import expected_tokens
@@ -159,3 +161,13 @@ async def test_an_engine_that_was_given_up_is_not_asked_again() -> None:
             await core.ping()
             assert core.statistics()["utility_calls_in_flight"] == 0
             assert core.session.connection.rota.serving == (1,)
+
+
+async def test_views_count_in_bytes() -> None:
+    """A tensor may be sent from memory whose items are wider than a byte."""
+    embeds = Tensor("float32", (32, 1024), memoryview(array("f", bytes(4 * 32 * 1024))))
+    with anyio.fail_after(60):
+        async with EngineCoreClient(misbehaving("deaf_ears")) as core:
+            params = WireSamplingParams(max_tokens=1)
+            core.add(EngineCoreRequest("r", None, sampling_params=params, prompt_embeds=embeds))
+            assert core.statistics()["unread_bytes"] >= embeds.nbytes == 4 * 32 * 1024

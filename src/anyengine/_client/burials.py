@@ -100,11 +100,11 @@ class Burials:
             if session.is_left:
                 return
             suspicion = session.liveness.suspicion
-            if (
-                engine.child.exited.is_set()
-                if isinstance(engine, SupervisedEngine)
-                else not suspicion.surplus_outputs()
-            ):
+            if isinstance(engine, SupervisedEngine):
+                ended = engine.child.exited.is_set()
+            else:  # nobody tells of its end but its connections
+                ended = suspicion.surplus_outputs() <= 0
+            if ended:
                 suspicion.ended(rank)
             if self._lose(rank, engine.death(symptom, kind)):
                 session.resume_drain()

@@ -142,9 +142,7 @@ class EngineCoreClient(EngineInfo):
             sent = False
             try:
                 session.send(chosen, frames)
-                session.send_budget.charge(chosen, sum(map(len, frames)))
                 sent = True
-                return chosen
             except EngineDeadError:
                 # Nothing was sent: another rank may have it, unless the caller wants this one.
                 if wanted is not None or not connection.rota.serving:
@@ -152,6 +150,9 @@ class EngineCoreClient(EngineInfo):
             finally:
                 if not sent:
                     connection.requests.close(request.request_id)
+            if sent:
+                session.send_budget.charge(chosen, sum(memoryview(frame).nbytes for frame in frames))
+                return chosen
 
     async def wait_room(self) -> None:
         """Wait until an engine has room for a request; see ``max_unread_bytes``. Returns at once in ordinary times.

@@ -96,7 +96,8 @@ class RequestDesk:
             request, _ = builder.build(prepared, params, label, fields)
             request.lora_request = None
             with in_users_words(request.external_req_id or ""):
-                self._session.connection.check(request, self._core.ranks[0])
+                connection = self._session.connection
+                connection.check(request, connection.rota.alive[0])  # it may be dying: loading will tell
             await self._readiness.load(adapter, builder.limits.max_loras)
         await self._core.wait_room()  # behind it there is no other await before the request is sent
         return prepared

@@ -21,8 +21,7 @@ class RequestState:
     """One request's merge buffer: the registry's consumer of its outputs.
 
     Invariants: at most one of ``finish_reason`` and ``error`` is set, once, and nothing is added afterwards.
-    ``token_ids`` is
-    the decoded list itself, adopted: nobody else holds it.
+    ``token_ids`` is the decoded list itself, adopted: nobody else holds it.
     """
 
     __slots__ = (

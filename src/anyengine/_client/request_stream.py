@@ -178,8 +178,7 @@ class RequestStream:
             BusyResourceError: another task is iterating.
 
         Cancellation: aborts the request, unless the stream was entered with ``async with``, whose end then does. An
-        output
-        leaves the stream only by being returned: none is lost.
+        output leaves the stream only by being returned: none is lost.
         """
         if self._over:
             if self._error is not None:
@@ -230,9 +229,10 @@ class RequestStream:
         if text:
             self._text.append(text)
         self._over = finished
-        if self._params.output_kind is not OutputKind.DELTA:
+        everything = self._params.output_kind is not OutputKind.DELTA
+        if everything:
             text, ids = "".join(self._text), self._token_ids.copy()
-        return self._output(text, ids, state, everything=self._params.output_kind is not OutputKind.DELTA)
+        return self._output(text, ids, state, everything=everything)
 
     @staticmethod
     def _take_scores(scores: Scores, state: RequestState) -> None:

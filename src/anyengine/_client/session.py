@@ -295,7 +295,7 @@ class Session:
         await self._unwatched[engine.rank].wait()
 
     async def _supervise(self, engine: SupervisedEngine) -> None:
-        """Watch one engine process to its end, which, once it was ready, is the end of the session."""
+        """Watch one engine process to its end, which, once it was ready, is the end of its rank."""
         try:
             await engine.supervise()
         finally:
