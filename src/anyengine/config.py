@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
@@ -25,6 +25,7 @@ __all__ = [
     "EngineSettings",
     "InheritedEngine",
     "LaunchedEngine",
+    "MemoryEngine",
     "RemoteEngine",
     "RunningEngine",
     "VLLMEngine",
@@ -38,7 +39,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class EmbeddedEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """Our own engine core, made of torch and transformers, in a process of its own.
+    """Our own engine core, made of torch and transformers, in a process of its own (or a thread: ``in_process``).
 
     ``model`` is an alias (``"smollm2-135m"``), a local directory, a GGUF file or a Hub id. ``max_model_len`` is in
     tokens (prompt and output together; ``None``: what the model says, at most 8192). ``max_num_seqs`` bounds the
@@ -58,6 +59,10 @@ class EmbeddedEngine(msgspec.Struct, frozen=True, kw_only=True):
     """``"transformers"``, or ``"module:factory"`` of another model runner (tests use a torch-free toy)."""
     runner_options: dict[str, str | int | float | bool] = {}
     """Passed to the factory of a custom ``runner``."""
+    in_process: bool = False
+    """Whether the engine core runs in a thread of this process, for tests and notebooks: no interpreter to start, no
+    isolation. A thread cannot be killed: leaving the client waits until the present step, or the loading of the model,
+    is done."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
@@ -117,6 +122,25 @@ class CommandEngine(_Described, frozen=True, kw_only=True):
         argv: object = self.argv  # msgspec does not check what a constructor is given
         if not isinstance(argv, tuple | list) or not argv or not all(isinstance(word, str) for word in argv):
             raise ValueError(f"argv={self.argv!r} must be a tuple of the program and its arguments, each a str")
+
+
+class MemoryEngine(_Described, frozen=True, kw_only=True):
+    """An engine core that is a task of the client's own event loop, and speaks the wire over memory: for tests.
+
+    ``main(link, process)`` is the engine core, a coroutine function. ``link``
+    (:class:`~anyengine._transport.memory_endpoints.MemoryLink`) makes its connections, ``process``
+    (:class:`~anyengine._process.task_process.TaskProcess`) takes its status and log lines and tells it to stop; what it
+    returns is its exit code. ``model_dir`` and ``args`` as in :class:`CommandEngine`.
+    """
+
+    main: Callable[[Any, Any], Awaitable[int | None]]
+    model_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        self._check_args()
+        main: object = self.main  # msgspec does not check what a constructor is given
+        if not callable(main):
+            raise ValueError(f"main={main!r} must be a coroutine function that takes a link and a process")
 
 
 class _VLLMModel(msgspec.Struct, frozen=True):
@@ -306,12 +330,12 @@ class InheritedEngine(_Described, frozen=True, kw_only=True):
 
 
 LaunchedEngine: TypeAlias = EmbeddedEngine | CommandEngine | VLLMEngine
-"""Every kind of engine core that a client can start."""
+"""Every kind of engine core that a client can start as a process."""
 
 AttachedEngine: TypeAlias = RemoteEngine | RunningEngine | InheritedEngine
 """Every kind of engine core that someone else starts, and a client joins."""
 
-EngineSettings: TypeAlias = LaunchedEngine | AttachedEngine
+EngineSettings: TypeAlias = LaunchedEngine | MemoryEngine | AttachedEngine
 """Every kind of engine core behind a client."""
 
 _MAX_RANK = 0xFFFF  # an identity has two bytes

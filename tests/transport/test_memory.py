@@ -6,7 +6,8 @@ import anyio
 import pytest
 
 from anyengine._transport.abc import ClientEndpoints, PeerUnreachable
-from anyengine._transport.memory import MemoryEndpoints, MemoryPull, MemoryRouter
+from anyengine._transport.memory import MemoryPull, MemoryRouter
+from anyengine._transport.memory_endpoints import MemoryEndpoints
 
 pytestmark = pytest.mark.anyio
 

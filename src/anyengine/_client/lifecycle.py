@@ -14,9 +14,9 @@ from functools import partial
 import anyio
 
 from anyengine._process.supervisor import SupervisedEngine
-from anyengine._transport.abc import PeerUnreachable
-from anyengine._transport.endpoints import Endpoints, open_endpoints
-from anyengine._transport.monitor import open_monitor
+from anyengine._transport.abc import ClientEndpoints, PeerUnreachable
+from anyengine._transport.endpoints import open_endpoints
+from anyengine._transport.memory_endpoints import MemoryEndpoints
 from anyengine._wire import engine_identity
 from anyengine.exceptions import ClientClosedError, EngineDeadError, EngineStartupError
 
@@ -45,8 +45,8 @@ async def open_session(settings: SessionSettings) -> AsyncIterator[Session]:
     session: Session | None = None
     with (
         _listen(settings) as endpoints,
-        open_monitor(endpoints.inputs) as input_monitor,
-        open_monitor(endpoints.outputs) as output_monitor,
+        endpoints.watch_inputs() as input_monitor,
+        endpoints.watch_outputs() as output_monitor,
     ):
         try:
             async with anyio.create_task_group() as tasks:
@@ -82,7 +82,9 @@ async def open_session(settings: SessionSettings) -> AsyncIterator[Session]:
         raise session.cause.for_waiter()
 
 
-def _listen(settings: SessionSettings) -> Endpoints:
+def _listen(settings: SessionSettings) -> ClientEndpoints:
+    if settings.in_memory:
+        return MemoryEndpoints()
     try:
         return open_endpoints(listeners_for(settings.engines) or "ipc")
     except (anyio.BrokenResourceError, OSError) as exc:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import anyio
 
 from anyengine._protocol.suspicion import Suspicion
-from anyengine._transport.abc import PeerUnreachable
-from anyengine._transport.monitor import PeerMonitor
+from anyengine._transport.abc import PeerMonitor, PeerUnreachable
 from anyengine._wire import engine_identity
 from anyengine.exceptions import EngineDeadError, EngineUnresponsiveError
 

@@ -13,7 +13,7 @@ from typing import Literal, Self, TypeAlias
 from anyengine._environment import ENGINE_READY_TIMEOUT_S
 from anyengine._process.status import Status
 from anyengine._protocol import EEPNotification, FaultStatus
-from anyengine.config import AttachedEngine, EmbeddedEngine, EngineSettings, VLLMEngine
+from anyengine.config import AttachedEngine, EmbeddedEngine, EngineSettings, MemoryEngine, VLLMEngine
 
 from .defaults import default_grace_s, warn_of_pickles
 
@@ -87,10 +87,19 @@ class SessionSettings:
             on_notification=on_notification,
         )
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether the engines are in this process, and no socket is needed."""
+        return _in_memory(self.engines[0])
+
     def engine_of(self, rank: int) -> EngineSettings:
         """What was started as ``rank``; or what was joined, with all its ranks."""
         first = self.engines[0]
         return first if isinstance(first, AttachedEngine) else self.engines[rank]
+
+
+def _in_memory(engine: EngineSettings) -> bool:
+    return isinstance(engine, MemoryEngine) or (isinstance(engine, EmbeddedEngine) and engine.in_process)
 
 
 def _engines(engine: EngineSettings | Sequence[EngineSettings] | None) -> tuple[EngineSettings, ...]:
@@ -105,6 +114,8 @@ def _engines(engine: EngineSettings | Sequence[EngineSettings] | None) -> tuple[
     joined = [one for one in engines if isinstance(one, AttachedEngine)]
     if joined and len(engines) > 1:
         raise ValueError(f"{joined[0]!r} stands for all ranks of a client: it cannot be one of {len(engines)} engines")
+    if len(set(map(_in_memory, engines))) > 1:
+        raise ValueError("engines of this process and engines of others cannot be the ranks of one client")
     sizes = [one.understood.data_parallel_size for one in engines if isinstance(one, VLLMEngine)]
     if max(sizes, default=1) > 1 and len(engines) > 1:
         raise ValueError(

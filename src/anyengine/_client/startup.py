@@ -14,24 +14,28 @@ import anyio
 import msgspec
 
 from anyengine._process.attached import AttachedRank
+from anyengine._process.child import Child
 from anyengine._process.launch import launch_engine
 from anyengine._process.status import Status
 from anyengine._process.supervisor import SupervisedEngine
 from anyengine._protocol import Connection, FrontendHandshake, merge_registrations
 from anyengine._transport.abc import MessageSocket, PeerUnreachable
 from anyengine._transport.endpoints import Listeners, beside
+from anyengine._transport.memory_endpoints import MemoryEndpoints
 from anyengine._wire import EngineAddresses, engine_identity, newer_than_known, rank_of
 from anyengine.config import (
     AttachedEngine,
     EngineSettings,
     InheritedEngine,
     LaunchedEngine,
+    MemoryEngine,
     RemoteEngine,
     RunningEngine,
 )
 from anyengine.exceptions import EngineDeadError, EngineError, EngineStartupError, RemoteProtocolError
 
 from .engine_limits import learn_limits
+from .in_memory import start_in_memory
 from .session import Session
 from .settings import ClientState
 
@@ -150,9 +154,14 @@ def _tell_listening(session: Session, where: str) -> None:
             _logger.exception("the on_progress callback failed; the client goes on listening at %s", where)
 
 
-def _start_process(session: Session, rank: int, engine: LaunchedEngine) -> None:
-    assert session.endpoints.handshake_address is not None
-    child = launch_engine(engine, handshake_address=session.endpoints.handshake_address, rank=rank)
+def _start_process(session: Session, rank: int, engine: LaunchedEngine | MemoryEngine) -> None:
+    endpoints = session.endpoints
+    child: Child
+    if isinstance(endpoints, MemoryEndpoints):
+        child = start_in_memory(engine, endpoints, rank)
+    else:
+        assert endpoints.handshake_address is not None and not isinstance(engine, MemoryEngine)
+        child = launch_engine(engine, handshake_address=endpoints.handshake_address, rank=rank)
     try:
         supervised = SupervisedEngine(rank, child, session.settings.on_progress)
     except BaseException:

@@ -21,13 +21,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, Self
 
 import anyio
 import anyio.lowlevel
 
 from .orphans import kill_all_but_trackers
 
-__all__ = ["ChildProcess", "ProcessExit"]
+__all__ = ["Child", "ChildProcess", "ProcessExit"]
 
 _STDERR_TAIL_LINES = 200
 _STDERR_TAIL_CHARS = 4096  # of each line: the tail is for a person to read
@@ -45,16 +46,56 @@ class ProcessExit:
     """How a process ended: ``exit_code`` or ``signal`` (a name such as ``"SIGKILL"``), the other is ``None``.
 
     Both are ``None`` if someone else took its exit status: the host, which ignores SIGCHLD or waits for any child.
+    ``pid`` is ``None`` for an engine that had no process of its own.
     """
 
-    pid: int
+    pid: int | None
     exit_code: int | None
     signal: str | None
+
+    @classmethod
+    def of(cls, pid: int | None, returncode: int) -> Self:
+        """From a number as :mod:`subprocess` has it: a signal's is negative."""
+        if returncode >= 0:
+            return cls(pid, returncode, None)
+        try:
+            name = signal.Signals(-returncode).name
+        except ValueError:
+            name = f"signal {-returncode}"
+        return cls(pid, None, name)
 
     def __str__(self) -> str:
         if self.signal is not None:
             return f"was killed by {self.signal}"
         return "exited in an unknown way" if self.exit_code is None else f"exited with code {self.exit_code}"
+
+
+class Child(Protocol):
+    """What stands for an engine of ours: a process (:class:`ChildProcess`), or something that behaves like one."""
+
+    exited: anyio.Event
+    """Set when it has ended, and what it wrote has been read."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id; ``None`` if it has no process of its own."""
+        ...
+
+    def stderr_tail(self, lines: int = 50) -> tuple[str, ...]:
+        """See :class:`ChildProcess`, here and below."""
+        ...
+
+    async def watch(self, on_stdout_line: Callable[[bytes], None], on_stderr_line: Callable[[str], None]) -> None: ...
+
+    async def wait_orphans(self, on_stderr_line: Callable[[str], None]) -> None: ...
+
+    def poll(self) -> ProcessExit | None: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def reap(self) -> ProcessExit: ...
 
 
 class ChildProcess:
@@ -203,11 +244,11 @@ class ChildProcess:
                     self._exit = ProcessExit(self.pid, None, None)
                     return self._exit
                 if info is not None:
-                    self._exit = _describe(
+                    self._exit = ProcessExit.of(
                         self.pid, info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
                     )
             elif (returncode := self._popen.poll()) is not None:
-                self._exit = _describe(self.pid, returncode)
+                self._exit = ProcessExit.of(self.pid, returncode)
         return self._exit
 
     def terminate(self) -> None:
@@ -248,7 +289,7 @@ class ChildProcess:
         if self._orphans_grace_s:
             self._wait_orphans_blocking()
             self.kill()
-        self._exit = self.poll() or _describe(self.pid, self._popen.wait())
+        self._exit = self.poll() or ProcessExit.of(self.pid, self._popen.wait())
         self._popen.wait()
         self._close_pipes()
         if self._scratch_dir is not None:
@@ -274,16 +315,6 @@ def _open_pidfd(pid: int) -> int | None:
     except OSError:
         # An old kernel, a sandbox, no descriptor left, or a host that ignores SIGCHLD and a child that is gone by now.
         return None
-
-
-def _describe(pid: int, returncode: int) -> ProcessExit:
-    if returncode >= 0:
-        return ProcessExit(pid, returncode, None)
-    try:
-        name = signal.Signals(-returncode).name
-    except ValueError:
-        name = f"signal {-returncode}"
-    return ProcessExit(pid, None, name)
 
 
 class _LinePump:

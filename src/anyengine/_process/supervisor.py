@@ -14,7 +14,7 @@ import anyio
 
 from anyengine.exceptions import EngineDeadError, EngineStartupError, StartupTimeout
 
-from .child import ChildProcess
+from .child import Child
 from .status import Status, decode_status
 
 __all__ = ["SupervisedEngine"]
@@ -30,7 +30,7 @@ _STAGES = frozenset({"importing", "configuring", "resolving", "downloading", "lo
 class SupervisedEngine:
     """An engine core process of ours. Owning task: the session task that runs :meth:`supervise`."""
 
-    def __init__(self, rank: int, child: ChildProcess, on_status: Callable[[Status], None] | None = None) -> None:
+    def __init__(self, rank: int, child: Child, on_status: Callable[[Status], None] | None = None) -> None:
         self.rank = rank
         self.child = child
         self.status: Status = Status(stage="spawned")
@@ -75,8 +75,7 @@ class SupervisedEngine:
         error = self.status.error
         cause = f"{error.type}: {error.message}" if error else None
         return EngineStartupError(
-            f"engine {self.rank} (pid {self.child.pid}) {ended} at stage {self._last_stage!r}"
-            + (f": {cause}" if cause else ", without saying why"),
+            f"{self._name} {ended} at stage {self._last_stage!r}" + (f": {cause}" if cause else ", without saying why"),
             rank=self.rank,
             pid=self.child.pid,
             exit_code=ended.exit_code if ended else None,
@@ -89,7 +88,7 @@ class SupervisedEngine:
     def handshake_error(self, trouble: Exception) -> EngineStartupError:
         """The process said something, on its way to ready, that makes no sense."""
         error = EngineStartupError(
-            f"engine {self.rank} (pid {self.child.pid}): its handshake makes no sense: {trouble}",
+            f"{self._name}: its handshake makes no sense: {trouble}",
             rank=self.rank,
             pid=self.child.pid,
             stderr_tail=self.child.stderr_tail(),
@@ -103,7 +102,7 @@ class SupervisedEngine:
         seconds = self.stage_seconds
         spent = ", ".join(f"{stage} {value:.1f} s" for stage, value in seconds.items())
         return StartupTimeout(
-            f"engine {self.rank} (pid {self.child.pid}) is not ready after startup_timeout_s={timeout_s:g}{also_late}; "
+            f"{self._name} is not ready after startup_timeout_s={timeout_s:g}{also_late}; "
             f"stage reached: {self.status.stage!r} ({spent})",
             rank=self.rank,
             pid=self.child.pid,
@@ -117,14 +116,18 @@ class SupervisedEngine:
         ended = self.child.poll()
         error = self.status.error  # what it reported before it went
         return kind(
-            f"engine {self.rank} (pid {self.child.pid}) {ended or f'lives, but {symptom}'}"
-            + (f": {error.type}: {error.message}" if error else ""),
+            f"{self._name} {ended or f'lives, but {symptom}'}" + (f": {error.type}: {error.message}" if error else ""),
             rank=self.rank,
             pid=self.child.pid,
             exit_code=ended.exit_code if ended else None,
             signal=ended.signal if ended else None,
             stderr_tail=self.child.stderr_tail(),
         )
+
+    @property
+    def _name(self) -> str:
+        where = "in this process" if self.child.pid is None else f"pid {self.child.pid}"
+        return f"engine {self.rank} ({where})"
 
     @property
     def _last_stage(self) -> str:
@@ -159,4 +162,4 @@ class SupervisedEngine:
     def _take_log(self, line: str) -> None:
         # Rule 5: an application's logging filter or handler fails alone. Reporting that could only fail again.
         with suppress(Exception):
-            _logger.info("(engine %d pid=%d) %s", self.rank, self.child.pid, line)
+            _logger.info("(engine %d pid=%s) %s", self.rank, self.child.pid or "-", line)

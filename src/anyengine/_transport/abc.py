@@ -14,7 +14,7 @@ checked before the first one is sent, so a wrong type can never cut a multipart 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeAlias
 
 from anyio import BrokenResourceError
 
@@ -28,6 +28,8 @@ __all__ = [
     "MessageReceiver",
     "MessageSender",
     "MessageSocket",
+    "PeerEvent",
+    "PeerMonitor",
     "PeerUnreachable",
     "ReceivedPart",
     "SendablePart",
@@ -48,6 +50,15 @@ class PeerUnreachable(BrokenResourceError):
 
     def __str__(self) -> str:
         return f"no peer with identity {self.identity.hex(' ')} is connected"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerEvent:
+    """A connection came or went. ``connection`` pairs the two, until the number is used again."""
+
+    kind: Literal["connected", "disconnected"]
+    connection: int
+    address: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +149,31 @@ class MessageSocket(MessageReceiver, MessageSender, Protocol):
     """Both ends in one."""
 
 
+class PeerMonitor(Protocol):
+    """An asynchronous iterator of :class:`PeerEvent`; ends when the watched socket or the monitor is closed.
+
+    One task iterates. Events are queued from the moment the monitor is opened.
+    """
+
+    def __aiter__(self) -> Self: ...
+
+    async def __anext__(self) -> PeerEvent:
+        """The next event.
+
+        Cancellation: loses no event.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop watching; a parked iteration ends. Idempotent."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None, /
+    ) -> None: ...
+
+
 class ClientEndpoints(Protocol):
     """The listening side of a client: handshake router (unless somebody else answers it), input router, output
     pull, and the addresses engines need."""
@@ -160,5 +196,19 @@ class ClientEndpoints(Protocol):
     @property
     def output_address(self) -> str: ...
 
+    def watch_inputs(self) -> PeerMonitor:
+        """Watch the connections of :attr:`inputs` from now on. Once."""
+        ...
+
+    def watch_outputs(self) -> PeerMonitor:
+        """Watch the connections of :attr:`outputs` from now on. Once."""
+        ...
+
     def close(self) -> None:
         """Close all three sockets and free what they used. Idempotent; never blocks on unsent data."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None, /
+    ) -> None: ...

@@ -5,26 +5,27 @@ the moment it connects and unknown the moment it closes, and what it sent before
 
 Two shapes, as in ZeroMQ: ``MemoryRouter.connect(identity)`` gives a :class:`MemoryDealer`, ``MemoryPull.connect()`` a
 :class:`MemoryPush`. A second dealer with an identity in use takes it over (ROUTER_HANDOVER); what the old one sends is
-lost. A high-water mark counts the messages that wait in one inbox; 0 means none.
+lost. A high-water mark counts the messages that wait in one inbox; 0 means none. Whoever sets ``on_peer`` of a
+listening socket hears of every connection that comes or goes.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING
 
 from anyio import BrokenResourceError, ClosedResourceError, Event, WouldBlock
 
-from anyengine._transport.abc import PeerUnreachable
+from anyengine._transport.abc import PeerEvent, PeerUnreachable
 from anyengine._transport.socket_base import DRAIN_BYTES, IN, OUT, SocketBase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from anyengine._transport.abc import Message, SendablePart
 
-__all__ = ["MemoryDealer", "MemoryEndpoints", "MemoryPull", "MemoryPush", "MemoryRouter"]
+__all__ = ["MemoryDealer", "MemoryPull", "MemoryPush", "MemoryRouter"]
 
 
 class _MemorySocket(SocketBase):
@@ -98,7 +99,29 @@ class _MemorySocket(SocketBase):
         self._make_room()
 
 
-class MemoryRouter(_MemorySocket):
+class _Listener(_MemorySocket):
+    """A socket that others connect to."""
+
+    __slots__ = ("_connections", "_numbers", "on_peer")
+
+    def __init__(self, high_water_mark: int = 0) -> None:
+        super().__init__(high_water_mark)
+        self.on_peer: Callable[[PeerEvent], None] | None = None
+        self._connections: dict[_MemorySocket, int] = {}
+        self._numbers = count(1)
+
+    def _note_connected(self, peer: _MemorySocket) -> None:
+        self._connections[peer] = number = next(self._numbers)
+        if self.on_peer is not None:
+            self.on_peer(PeerEvent("connected", number, "memory"))
+
+    def _note_disconnected(self, peer: _MemorySocket) -> None:
+        number = self._connections.pop(peer, None)  # none: it was cut off before it left
+        if number is not None and self.on_peer is not None:
+            self.on_peer(PeerEvent("disconnected", number, "memory"))
+
+
+class MemoryRouter(_Listener):
     """Addresses its peers by identity; never blocks when it sends."""
 
     __slots__ = ("_peers",)
@@ -115,6 +138,8 @@ class MemoryRouter(_MemorySocket):
         self._peers[identity] = dealer
         if former is not None:
             former._wake(OUT)
+            self._note_disconnected(former)
+        self._note_connected(dealer)
         return dealer
 
     def _senders(self) -> Iterable[_MemorySocket]:
@@ -152,9 +177,10 @@ class MemoryDealer(_MemorySocket):
         super()._shut()
         if self._is_current():
             del self._router._peers[self._identity]
+        self._router._note_disconnected(self)
 
 
-class MemoryPull(_MemorySocket):
+class MemoryPull(_Listener):
     """Receives from any number of :class:`MemoryPush` ends."""
 
     __slots__ = ("_pushers",)
@@ -168,6 +194,7 @@ class MemoryPull(_MemorySocket):
         self._check_open()
         pusher = MemoryPush(self)
         self._pushers.add(pusher)
+        self._note_connected(pusher)
         return pusher
 
     def _senders(self) -> Iterable[_MemorySocket]:
@@ -198,23 +225,7 @@ class MemoryPush(_MemorySocket):
     def _shut(self) -> None:
         super()._shut()
         self._pull._pushers.discard(self)
-
-
-@dataclass
-class MemoryEndpoints:
-    """A client's listening side in memory (``ClientEndpoints``); the other side calls ``connect`` on its sockets."""
-
-    handshake: MemoryRouter = field(default_factory=MemoryRouter)
-    inputs: MemoryRouter = field(default_factory=MemoryRouter)
-    outputs: MemoryPull = field(default_factory=MemoryPull)
-    handshake_address: str = "memory://handshake"
-    input_address: str = "memory://input"
-    output_address: str = "memory://output"
-
-    def close(self) -> None:
-        """Close all three sockets."""
-        for socket in (self.handshake, self.inputs, self.outputs):
-            socket.close()
+        self._pull._note_disconnected(self)
 
 
 def _snapshot(parts: list[SendablePart]) -> Message:

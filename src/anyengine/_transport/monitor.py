@@ -6,18 +6,19 @@ Owns the reading of monitor messages. Does not decide what the loss of a peer me
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
 import zmq
 from anyio import ClosedResourceError
+
+from anyengine._transport.abc import PeerEvent
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from anyengine._transport.zmq_socket import ZmqSocket
 
-__all__ = ["PeerEvent", "PeerMonitor", "open_monitor"]
+__all__ = ["PeerEvent", "SocketMonitor", "open_monitor"]
 
 _KINDS: dict[int, Literal["connected", "disconnected"]] = {
     zmq.EVENT_ACCEPTED: "connected",
@@ -27,20 +28,8 @@ _KINDS: dict[int, Literal["connected", "disconnected"]] = {
 _WATCHED = int(zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
 
 
-@dataclass(frozen=True, slots=True)
-class PeerEvent:
-    """A connection came or went. ``connection`` (libzmq's descriptor) pairs the two, until the number is used again."""
-
-    kind: Literal["connected", "disconnected"]
-    connection: int
-    address: str
-
-
-class PeerMonitor:
-    """An asynchronous iterator of :class:`PeerEvent`; ends when the watched socket or the monitor is closed.
-
-    One task iterates. Events are queued from the moment the monitor is opened.
-    """
+class SocketMonitor:
+    """A :class:`~anyengine._transport.abc.PeerMonitor` of a ZeroMQ socket. Connections are libzmq's descriptors."""
 
     def __init__(self, source: ZmqSocket) -> None:
         self._source = source
@@ -77,10 +66,10 @@ class PeerMonitor:
         self.close()
 
 
-def open_monitor(socket: ZmqSocket) -> PeerMonitor:
+def open_monitor(socket: ZmqSocket) -> SocketMonitor:
     """Watch the connections of ``socket`` from now on. A socket can be watched once in its life.
 
     Raises:
         BrokenResourceError: it is being watched already; the cause is attached.
     """
-    return PeerMonitor(socket.attach_monitor(_WATCHED))
+    return SocketMonitor(socket.attach_monitor(_WATCHED))
