@@ -21,8 +21,8 @@ __all__ = ["in_loop"]
 
 
 def in_loop(*, step_s: float = 0.0, max_num_seqs: int = 256, grace_s: float = 0.0) -> MemoryEngine:
-    """Our engine core with the toy model, a task of the loop. A step takes ``step_s`` of its clock; told to stop, it goes
-    on for ``grace_s``."""
+    """Our engine core with the toy model, a task of the loop. A step takes ``step_s`` of its clock; told to stop, it
+    goes on for ``grace_s``."""
 
     async def main(link: MemoryLink, process: TaskProcess) -> int:
         socket, handshake = link.connect_handshake(), EngineHandshake()
