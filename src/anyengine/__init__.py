@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ._client.client import EngineClient
+    from ._client.closing import KilledProcess, ShutdownReport
     from ._client.core_client import EngineCoreClient
     from ._client.events import ClientEvents
     from ._client.operations import PauseMode
@@ -129,6 +130,7 @@ __all__ = [
     "FinishReason",
     "FlatLogprobs",
     "InheritedEngine",
+    "KilledProcess",
     "KvHintAction",
     "KvHintsEnvelope",
     "LateChunkingParams",
@@ -162,6 +164,7 @@ __all__ = [
     "RequestTimeout",
     "RunningEngine",
     "SamplingParams",
+    "ShutdownReport",
     "StartupTimeout",
     "StateChanged",
     "Status",
@@ -180,6 +183,7 @@ _HOMES = {
     name: module
     for module, names in {
         "_client.client": ("EngineClient",),
+        "_client.closing": ("KilledProcess", "ShutdownReport"),
         "_client.core_client": ("EngineCoreClient",),
         "_client.events": ("ClientEvents",),
         "_client.operations": ("PauseMode",),

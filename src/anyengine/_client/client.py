@@ -20,6 +20,7 @@ from anyengine.exceptions import ClientClosedError, EngineDeadError, UtilityErro
 from anyengine.outputs import PoolingOutput
 from anyengine.params import PoolingParams, SamplingParams
 
+from .closing import ShutdownReport
 from .core_client import EngineCoreClient
 from .engine_limits import common_limits
 from .events import ClientEvents
@@ -48,8 +49,8 @@ class EngineClient(EngineOperations):
         model: what the embedded engine serves: an alias, a local directory, a GGUF file or a Hub id. ``None``: the
             default model, SmolLM2-135M-Instruct.
         engine: a fully described engine instead of ``model``, or several: the data-parallel ranks of one client.
-        startup_timeout_s, shutdown_grace_s, liveness_timeout_s, max_unread_bytes, on_death, on_progress,
-            on_notification: see :class:`EngineCoreClient`.
+        startup_timeout_s, shutdown_grace_s, drain_timeout_s, liveness_timeout_s, max_unread_bytes, on_death,
+            on_progress, on_notification: see :class:`EngineCoreClient`.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class EngineClient(EngineOperations):
         engine: EngineSettings | Sequence[EngineSettings] | None = None,
         startup_timeout_s: float | None = None,
         shutdown_grace_s: float | None = None,
+        drain_timeout_s: float = 0.0,
         liveness_timeout_s: float | None = 300.0,
         max_unread_bytes: int = 256 << 20,
         on_death: Literal["report", "cancel"] = "report",
@@ -78,6 +80,7 @@ class EngineClient(EngineOperations):
             engine,
             startup_timeout_s=startup_timeout_s,
             shutdown_grace_s=shutdown_grace_s,
+            drain_timeout_s=drain_timeout_s,
             liveness_timeout_s=liveness_timeout_s,
             max_unread_bytes=max_unread_bytes,
             on_death=on_death,
@@ -126,6 +129,7 @@ class EngineClient(EngineOperations):
                     files = await load_model_files(self._core.model_dir, text=not self._core.skips_text)
                     desk.open(RequestBuilder(files, common_limits(session), wire_id_prefix=os.urandom(4).hex()))
                     yield
+                    await session.closing.drain(session.settings.drain_timeout_s)
                 finally:
                     desk.close()
 
@@ -137,6 +141,23 @@ class EngineClient(EngineOperations):
         self._core.usable_session()
         for state in self._entered_desk().live():
             state.abort_expected = True
+
+    async def aclose(self, *, drain_timeout_s: float | None = None) -> None:
+        """Close before the block is left; see :meth:`EngineCoreClient.aclose`. Consumers get what is left of their
+        output, or a last item with ``finish_reason="abort"``, before this returns.
+
+        Raises:
+            ClientClosedError: the client has not been entered.
+            WrongLoopError: called from another thread than the one that entered it.
+
+        Cancellation: what is in flight is aborted at once, and the engines are stopped before it propagates.
+        """
+        await self._core.close_with(drain_timeout_s, self._entered_desk().close)
+
+    @property
+    def shutdown_report(self) -> ShutdownReport | None:
+        """How the last block ended, or its start failed; ``None`` inside a block, and before the first."""
+        return self._core.shutdown_report
 
     def _entered_desk(self) -> RequestDesk:
         if self._desk is None:

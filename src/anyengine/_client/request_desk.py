@@ -83,7 +83,7 @@ class RequestDesk:
 
         Cancellation: returns at once.
         """
-        self._core.usable_session()
+        self._core.usable_session().check_admitting()
         builder = self.builder
         if builder.limits.tasks is None:
             await self._readiness.learn_tasks()

@@ -27,6 +27,7 @@ class SessionSettings:
     """One for each rank that is started; or one that is joined, with all its ranks."""
     startup_timeout_s: float
     shutdown_grace_s: float
+    drain_timeout_s: float
     liveness_timeout_s: float | None
     max_unread_bytes: int
     on_death: Literal["report", "cancel"]
@@ -40,6 +41,7 @@ class SessionSettings:
         *,
         startup_timeout_s: float | None,
         shutdown_grace_s: float | None,
+        drain_timeout_s: float,
         liveness_timeout_s: float | None,
         max_unread_bytes: int,
         on_death: Literal["report", "cancel"],
@@ -58,6 +60,8 @@ class SessionSettings:
         for name, given in (("startup_timeout_s", startup_timeout_s), ("shutdown_grace_s", shutdown_grace_s)):
             if given is not None and not given >= 0:
                 raise ValueError(f"{name}={given!r} must be at least 0, or None for the default")
+        if not drain_timeout_s >= 0:
+            raise ValueError(f"drain_timeout_s={drain_timeout_s!r} must be at least 0")
         if max_unread_bytes < 1:
             raise ValueError(f"max_unread_bytes={max_unread_bytes!r} must be at least 1")
         engines = _engines(engine)
@@ -66,6 +70,7 @@ class SessionSettings:
             engines=engines,
             startup_timeout_s=ENGINE_READY_TIMEOUT_S.value() if startup_timeout_s is None else startup_timeout_s,
             shutdown_grace_s=default_grace_s(engines) if shutdown_grace_s is None else shutdown_grace_s,
+            drain_timeout_s=drain_timeout_s,
             liveness_timeout_s=liveness_timeout_s,
             max_unread_bytes=max_unread_bytes,
             on_death=on_death,

@@ -88,6 +88,7 @@ async def start_engines(session: Session) -> None:
         _refuse_waves(session)
         prefix = int.from_bytes(os.urandom(4)) >> 1
         session.connection = Connection(handshake.dialects, call_id_prefix=prefix, on_mode=session.life.confirmed)
+        session.connection.requests.on_idle = session.note_idle
         await session.tasks.start(session.own, session.drain_outputs)
         if isinstance(session.settings.engines[0], RunningEngine):
             unheard += session.ranks

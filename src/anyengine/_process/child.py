@@ -8,6 +8,8 @@ pipes are read without blocking.
 from __future__ import annotations
 
 import fcntl
+import logging
+import math
 import os
 import select
 import shutil
@@ -26,13 +28,16 @@ from typing import Protocol, Self
 import anyio
 import anyio.lowlevel
 
-from .orphans import kill_all_but_trackers
+from .orphans import kill_all_but_trackers, live_members
 
 __all__ = ["Child", "ChildProcess", "ProcessExit"]
 
+_logger = logging.getLogger("anyengine.engine")
+
 _STDERR_TAIL_LINES = 200
 _STDERR_TAIL_CHARS = 4096  # of each line: the tail is for a person to read
-_TRACKER_GRACE_S = 2.0  # for a resource tracker, once those that it serves are gone
+_TRACKER_GRACE_S = 1.0  # for a resource tracker, once those that it serves are gone
+_KILLED_LIMIT_S = 1.0  # for the kernel to tear down what was killed
 _READ_BYTES = 16384
 _MAX_STDIN_BYTES = 60_000  # a pipe takes 64 KiB without blocking
 # A child that never ends its line must fill neither our memory nor our time. A status line is whole or useless; a log
@@ -81,13 +86,18 @@ class Child(Protocol):
         """Its process id; ``None`` if it has no process of its own."""
         ...
 
+    @property
+    def killed_orphans(self) -> Sequence[int]:
+        """The processes that it left behind, and that had to be killed."""
+        ...
+
     def stderr_tail(self, lines: int = 50) -> tuple[str, ...]:
         """See :class:`ChildProcess`, here and below."""
         ...
 
     async def watch(self, on_stdout_line: Callable[[bytes], None], on_stderr_line: Callable[[str], None]) -> None: ...
 
-    async def wait_orphans(self, on_stderr_line: Callable[[str], None]) -> None: ...
+    async def wait_orphans(self, on_stderr_line: Callable[[str], None], limit_s: float) -> None: ...
 
     def poll(self) -> ProcessExit | None: ...
 
@@ -139,6 +149,7 @@ class ChildProcess:
         )
         self.pid: int = self._popen.pid
         self._stderr_tail: deque[str] = deque(maxlen=_STDERR_TAIL_LINES)
+        self.killed_orphans: list[int] = []
         self._exit: ProcessExit | None = None
         self.exited: anyio.Event = anyio.Event()
         self._pidfd = _open_pidfd(self.pid)
@@ -175,8 +186,9 @@ class ChildProcess:
         await stderr.finish()
         self.exited.set()
 
-    async def wait_orphans(self, on_stderr_line: Callable[[str], None]) -> None:
-        """After :meth:`watch`, read on until nobody that the child started lives, or ``orphans_grace_s`` is over.
+    async def wait_orphans(self, on_stderr_line: Callable[[str], None], limit_s: float = math.inf) -> None:
+        """After :meth:`watch`, read on until nobody that the child started lives, or ``orphans_grace_s`` is over, or
+        ``limit_s``.
 
         Cancellation: :meth:`reap` waits instead.
         """
@@ -184,10 +196,10 @@ class ChildProcess:
             return
         stderr = self._stderr_pump(on_stderr_line)
         self._signal_group(signal.SIGTERM)
-        with anyio.move_on_after(self._orphans_grace_s):
+        with anyio.move_on_after(min(self._orphans_grace_s, limit_s)):
             await stderr.run()
         if not stderr.ended.is_set():
-            kill_all_but_trackers(self.pid)
+            self.killed_orphans += kill_all_but_trackers(self.pid)
             with anyio.move_on_after(_TRACKER_GRACE_S):
                 await stderr.run()
         self._orphans_grace_s = 0.0
@@ -195,7 +207,7 @@ class ChildProcess:
     def _wait_orphans_blocking(self) -> None:
         self._signal_group(signal.SIGTERM)
         if not self._read_stderr_to_end(self._orphans_grace_s):
-            kill_all_but_trackers(self.pid)
+            self.killed_orphans += kill_all_but_trackers(self.pid)
             self._read_stderr_to_end(_TRACKER_GRACE_S)
         self._orphans_grace_s = 0.0
 
@@ -271,6 +283,9 @@ class ChildProcess:
                 with suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)
         else:
+            known = (self.pid, *self.killed_orphans)
+            left = [pid for pid in live_members(self.pid) if pid not in known] if self._popen.returncode is None else []
+            self.killed_orphans += left
             self._signal_group(signal.SIGKILL)
 
     def _signal_group(self, number: signal.Signals) -> None:
@@ -282,15 +297,19 @@ class ChildProcess:
     def reap(self) -> ProcessExit:
         """Collect the ended process and close its pipes. Synchronous, idempotent; :meth:`watch` must have ended.
 
-        Blocks for the moment that the kernel needs to tear a killed process down; and, if :meth:`wait_orphans` was not
-        called or cut short, for ``orphans_grace_s``.
+        Blocks for the moment that the kernel needs to tear a killed process down, 1 s at most; and, if
+        :meth:`wait_orphans` was not called or cut short, for ``orphans_grace_s``.
         """
         self.kill()
         if self._orphans_grace_s:
             self._wait_orphans_blocking()
             self.kill()
-        self._exit = self.poll() or ProcessExit.of(self.pid, self._popen.wait())
-        self._popen.wait()
+        try:
+            self._popen.wait(None if self.poll() else _KILLED_LIMIT_S)
+        except subprocess.TimeoutExpired:  # in the hands of a driver: nobody can do more about it
+            _logger.warning("process %d does not end, though it was killed", self.pid)
+            self._exit = ProcessExit(self.pid, None, None)
+        self._exit = self.poll() or self._exit or ProcessExit.of(self.pid, self._popen.wait())
         self._close_pipes()
         if self._scratch_dir is not None:
             shutil.rmtree(self._scratch_dir, ignore_errors=True)

@@ -7,6 +7,7 @@ of sockets or requests; the session decides what an exit means.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -38,6 +39,7 @@ class SupervisedEngine:
         self._on_status = on_status
         self._stage_started_s = anyio.current_time()
         self._stage_seconds: dict[str, float] = {}
+        self._shield: anyio.CancelScope | None = None
         self._report()
 
     async def supervise(self) -> None:
@@ -46,7 +48,8 @@ class SupervisedEngine:
         Shielded: it ends with the process, which the session's teardown ends in every case, so the last words of an
         engine are read even while the session is being cancelled.
         """
-        with anyio.CancelScope(shield=True):
+        # Bounded by whoever stops the session, who kills the process, and abandons it if that does not end it.
+        with anyio.CancelScope(shield=True) as self._shield:
             await self.child.watch(self._take_status, self._take_log)
 
     async def wait_ended(self) -> None:
@@ -56,12 +59,17 @@ class SupervisedEngine:
         """
         await self.child.exited.wait()
 
-    async def see_off(self) -> None:
-        """After the process: let what it started end by itself, for as long as it has a grace period.
+    def abandon(self) -> None:
+        """Watch it no longer: it has been killed and does not end, since the kernel holds it. Synchronous."""
+        if self._shield is not None:
+            self._shield.cancel()
+
+    async def see_off(self, limit_s: float = math.inf) -> None:
+        """After the process: let what it started end by itself, for as long as it has a grace period, or ``limit_s``.
 
         Cancellation: reaping the process waits instead.
         """
-        await self.child.wait_orphans(self._take_log)
+        await self.child.wait_orphans(self._take_log, limit_s)
 
     @property
     def stage_seconds(self) -> dict[str, float]:
@@ -75,7 +83,7 @@ class SupervisedEngine:
         error = self.status.error
         cause = f"{error.type}: {error.message}" if error else None
         return EngineStartupError(
-            f"{self._name} {ended} at stage {self._last_stage!r}" + (f": {cause}" if cause else ", without saying why"),
+            f"{self.name} {ended} at stage {self._last_stage!r}" + (f": {cause}" if cause else ", without saying why"),
             rank=self.rank,
             pid=self.child.pid,
             exit_code=ended.exit_code if ended else None,
@@ -88,7 +96,7 @@ class SupervisedEngine:
     def handshake_error(self, trouble: Exception) -> EngineStartupError:
         """The process said something, on its way to ready, that makes no sense."""
         error = EngineStartupError(
-            f"{self._name}: its handshake makes no sense: {trouble}",
+            f"{self.name}: its handshake makes no sense: {trouble}",
             rank=self.rank,
             pid=self.child.pid,
             stderr_tail=self.child.stderr_tail(),
@@ -102,7 +110,7 @@ class SupervisedEngine:
         seconds = self.stage_seconds
         spent = ", ".join(f"{stage} {value:.1f} s" for stage, value in seconds.items())
         return StartupTimeout(
-            f"{self._name} is not ready after startup_timeout_s={timeout_s:g}{also_late}; "
+            f"{self.name} is not ready after startup_timeout_s={timeout_s:g}{also_late}; "
             f"stage reached: {self.status.stage!r} ({spent})",
             rank=self.rank,
             pid=self.child.pid,
@@ -116,7 +124,7 @@ class SupervisedEngine:
         ended = self.child.poll()
         error = self.status.error  # what it reported before it went
         return kind(
-            f"{self._name} {ended or f'lives, but {symptom}'}" + (f": {error.type}: {error.message}" if error else ""),
+            f"{self.name} {ended or f'lives, but {symptom}'}" + (f": {error.type}: {error.message}" if error else ""),
             rank=self.rank,
             pid=self.child.pid,
             exit_code=ended.exit_code if ended else None,
@@ -125,7 +133,8 @@ class SupervisedEngine:
         )
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
+        """What it is called in messages."""
         where = "in this process" if self.child.pid is None else f"pid {self.child.pid}"
         return f"engine {self.rank} ({where})"
 

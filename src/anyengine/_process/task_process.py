@@ -28,6 +28,7 @@ class TaskProcess:
     """
 
     pid: None = None
+    killed_orphans: tuple[int, ...] = ()
 
     def __init__(self, main: Callable[[TaskProcess], Awaitable[int | None]]) -> None:
         self._main = main
@@ -80,7 +81,7 @@ class TaskProcess:
             self._exit = ProcessExit.of(None, code)
             self.exited.set()
 
-    async def wait_orphans(self, on_stderr_line: Callable[[str], None]) -> None:
+    async def wait_orphans(self, on_stderr_line: Callable[[str], None], limit_s: float) -> None:
         """There are none."""
 
     def poll(self) -> ProcessExit | None:

@@ -6,7 +6,7 @@ output or its abort. Pure: consumers are objects with three synchronous methods;
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -59,6 +59,8 @@ class RequestRegistry:
 
     live: dict[str, RequestEntry] = field(default_factory=dict)
     late_outputs: int = 0
+    on_idle: Callable[[], None] | None = None
+    """Called when the last live request has left."""
     _aborted: set[str] = field(default_factory=set)
     _aborted_before: set[str] = field(default_factory=set)  # together they hold one to two times as many as we promise
 
@@ -88,7 +90,10 @@ class RequestRegistry:
             self._aborted.add(request_id)
             if len(self._aborted) >= _REMEMBERED:
                 self._aborted_before, self._aborted = self._aborted, set()
-        return self.live.pop(request_id, None)
+        entry = self.live.pop(request_id, None)
+        if not self.live and self.on_idle is not None:
+            self.on_idle()
+        return entry
 
     def dispatch(self, outputs: Sequence[EngineCoreOutput]) -> list[tuple[RequestEntry, Exception]]:
         """Give each output to its consumer: the client's hot loop.
@@ -104,7 +109,7 @@ class RequestRegistry:
                 self.late_outputs += 1
                 continue
             if output.finish_reason is not None:
-                del self.live[output.request_id]
+                self.close(entry.request_id)
             if entry.broken:
                 continue  # after what it could not take there would be a hole
             try:
@@ -130,7 +135,7 @@ class RequestRegistry:
         """
         doomed = [entry for entry in self.live.values() if rank is None or entry.rank == rank]
         for entry in doomed:
-            del self.live[entry.request_id]
+            self.close(entry.request_id)
         for entry in doomed:
             with suppress(Exception):
                 entry.consumer.fail(error)
