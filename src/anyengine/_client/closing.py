@@ -60,9 +60,9 @@ class Closing:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._one_at_a_time = anyio.Lock()
         self._drain_scope: anyio.CancelScope | None = None
-        self._stopped = False
+        self._stopped: anyio.Event | None = None
+        self._limit_s = session.settings.shutdown_grace_s + _KILLED_LIMIT_S + 1.0
         self._was_ready = False
         self._in_flight: int | None = None
         self._aborted = 0
@@ -135,16 +135,18 @@ class Closing:
         """
         if self._drain_scope is not None:
             self._drain_scope.cancel()
-        # Bounded by whoever holds the lock, who is in here too.
-        with anyio.CancelScope(shield=True):
-            async with self._one_at_a_time:
-                if not self._stopped:
-                    started_s = anyio.current_time()
-                    try:
-                        await self._stop()
-                    finally:
-                        self._stopped = True
-                        self._stop_s = anyio.current_time() - started_s
+        if self._stopped is not None:
+            with anyio.move_on_after(self._limit_s, shield=True):
+                await self._stopped.wait()
+            return
+        # Nothing is awaited before the part that ends the processes whatever happens: native cancellation goes through
+        # shields.
+        self._stopped, started_s = anyio.Event(), anyio.current_time()
+        try:
+            await self._stop()
+        finally:
+            self._stop_s = anyio.current_time() - started_s
+            self._stopped.set()
 
     async def _stop(self) -> None:
         session = self._session
@@ -169,7 +171,7 @@ class Closing:
         finally:
             for engine in engines:  # native cancellation goes through shields, so this does not await
                 self._kill(engine, grace_s)
-        with anyio.move_on_after(_KILLED_LIMIT_S + grace_s + _ORPHANS_GRACE_S, shield=True):
+        with anyio.move_on_after(self._limit_s, shield=True):
             async with anyio.create_task_group() as farewells:
                 for engine in engines:
                     farewells.start_soon(_see_off, session, engine, deadline_s)
