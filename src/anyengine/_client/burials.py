@@ -16,7 +16,7 @@ import anyio.lowlevel
 
 from anyengine._process.supervisor import SupervisedEngine
 from anyengine._protocol.suspicion import SENTINEL
-from anyengine.exceptions import EngineDeadError
+from anyengine.exceptions import EngineDeadError, EngineUnresponsiveError
 
 if TYPE_CHECKING:
     from .session import Session
@@ -72,7 +72,14 @@ class Burials:
         if rank in self.deaths:
             return self.deaths[rank].for_waiter()
         noted, kind = self._dying.get(rank, (None, EngineDeadError))
-        return self._session.engines[rank].death(noted or symptom, kind)
+        return self.describe(rank, noted or symptom, kind)
+
+    def describe(self, rank: int, symptom: str | None, kind: type[EngineDeadError]) -> EngineDeadError:
+        """The death of ``rank``, of this kind, with everything that is known of it."""
+        error = self._session.engines[rank].death(symptom, kind)
+        if isinstance(error, EngineUnresponsiveError):
+            error.silent_s = self._session.liveness.silence_s(rank)
+        return error
 
     def all_end(self, cause: EngineDeadError) -> None:
         """The session has ended, and all ranks with it, of what they died of or of ``cause``. Synchronous."""
@@ -106,7 +113,7 @@ class Burials:
                 ended = suspicion.surplus_outputs() <= 0
             if ended:
                 suspicion.ended(rank)
-            if self._lose(rank, engine.death(symptom, kind)):
+            if self._lose(rank, self.describe(rank, symptom, kind)):
                 session.resume_drain()
             else:
                 session.endpoints.outputs.close()  # nobody listens any more: what still comes must not fill our memory

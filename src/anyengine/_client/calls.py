@@ -19,7 +19,7 @@ from anyengine.exceptions import EngineDeadError, EngineUnresponsiveError, Utili
 from .liveness import PROBE
 from .session import Session
 
-__all__ = ["EngineCalls"]
+__all__ = ["EngineCalls", "call_ranks"]
 
 
 class EngineCalls:
@@ -52,7 +52,7 @@ class EngineCalls:
         """
         session = self.usable_session()
         chosen = session.connection.rota.alive[0] if rank is None else session.check_rank(rank)
-        return (await _call_ranks(session, method, args, [chosen], unchecked=unchecked))[chosen]
+        return (await call_ranks(session, method, args, [chosen], unchecked=unchecked))[chosen]
 
     async def utility_on(
         self, ranks: Iterable[int] | None, method: str, *args: Any, unchecked: bool = False
@@ -60,7 +60,8 @@ class EngineCalls:
         """:meth:`utility` on several ranks, by default on all that live; their results by rank.
 
         Sent to all before any reply is awaited: some calls end on one rank only when the others have them too. Waits
-        for every reply; if one is a failure, or a rank dies meanwhile, the error of the first such rank is raised then.
+        for every reply; if one is a failure, or a rank dies meanwhile, the error of the first such rank is raised then;
+        its ``outcomes`` has the result of each rank, or its error.
 
         Raises:
             UtilityError, EncodeError, RequestRejected, EngineDeadError: see :meth:`utility`.
@@ -70,7 +71,7 @@ class EngineCalls:
         session = self.usable_session()
         alive = session.connection.rota.alive
         chosen = alive if ranks is None else tuple(map(session.check_rank, dict.fromkeys(ranks)))
-        return await _call_ranks(session, method, args, chosen, unchecked=unchecked)
+        return await call_ranks(session, method, args, chosen, unchecked=unchecked)
 
     async def utility_on_all(self, method: str, *args: Any) -> dict[int, Any]:
         """:meth:`utility` on all ranks that live, for what must hold of every one: asked again without those that die
@@ -105,10 +106,10 @@ class EngineCalls:
         started_s = anyio.current_time()
         unanswered: set[int] = set()
         with anyio.move_on_after(timeout_s) as limit, suppress(UtilityError):
-            await _call_ranks(session, PROBE, (), ranks, unanswered=unanswered)
+            await call_ranks(session, PROBE, (), ranks, unanswered=unanswered)
         if limit.cancelled_caught:
             symptom = f"its main loop has not answered within {timeout_s:g} s"
-            raise session.engines[min(unanswered)].death(symptom, EngineUnresponsiveError)
+            raise session.burials.describe(min(unanswered), symptom, EngineUnresponsiveError)
         return anyio.current_time() - started_s
 
     def utility_arity(self, method: str) -> int | None:
@@ -120,7 +121,7 @@ class EngineCalls:
         return min(known) if len(known) == len(arities) else None
 
 
-async def _call_ranks(
+async def call_ranks(
     session: Session,
     method: str,
     args: Sequence[Any],
@@ -129,7 +130,10 @@ async def _call_ranks(
     unchecked: bool = False,
     unanswered: set[int] | None = None,
 ) -> dict[int, Any]:
-    """``unanswered`` is kept up to date for whoever gives up waiting: the ranks that have not answered yet."""
+    """Call ``method`` on ``ranks`` that exist; see :meth:`EngineCalls.utility_on`.
+
+    ``unanswered`` is kept up to date for whoever gives up waiting: the ranks that have not answered yet.
+    """
     unanswered = set() if unanswered is None else unanswered
     unanswered.update(ranks)
     calls: dict[int, PendingCall] = {}
@@ -157,7 +161,9 @@ async def _call_ranks(
     finally:
         for call in calls.values():
             session.connection.utilities.forget(call.call_id)
+    outcomes = {rank: call.value if call.error is None else call.error for rank, call in calls.items()}
     for call in calls.values():
         if call.error is not None:
+            call.error.outcomes = outcomes
             raise call.error
-    return {rank: call.value for rank, call in calls.items()}
+    return outcomes

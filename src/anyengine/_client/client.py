@@ -23,6 +23,7 @@ from anyengine.params import PoolingParams, SamplingParams
 from .core_client import EngineCoreClient
 from .engine_limits import common_limits
 from .events import ClientEvents
+from .health import ClientHealth, HealthLevel, examine
 from .liveness import PROBE
 from .model_files import load_model_files
 from .notifications import Notification
@@ -283,6 +284,21 @@ class EngineClient(EngineOperations):
         Cancellation: safe.
         """
         return await self._core.ping(timeout_s, rank=rank)
+
+    async def health(self, level: HealthLevel = "rpc", *, timeout_s: float = 5.0) -> ClientHealth:
+        """How every rank is, asked side by side, in ``timeout_s`` at most. A bad answer is no death.
+
+        ``"process"`` asks nothing: what is known. ``"rpc"`` asks each main loop for a sign of life: a hung one is
+        silent. ``"generate"`` also has each rank that takes requests generate one token: a main loop that answers and
+        schedules nothing is wedged. Never raises for an engine: ``raise_unhealthy()`` of the result does.
+
+        Raises:
+            ValueError: there is no such level.
+            WrongLoopError: called from another thread than the one that entered the client.
+
+        Cancellation: safe; nothing is left in the engines.
+        """
+        return await examine(self._core, level, timeout_s)
 
     def statistics(self) -> dict[str, int]:
         """Counters of this session; see :meth:`EngineCoreClient.statistics`."""

@@ -88,7 +88,8 @@ class EngineCoreClient(EngineInfo):
             on_notification=on_notification,
         )
         self._log = EventLog()
-        self._life = Life(self._log.publish)
+        self.life: Life = Life(self._log.publish)
+        """Where the client and its ranks are in their lives; told by the session."""
         self._thread_id: int | None = None  # of the block, or the last one
         self._batch = BatchConsumer()
         self._session: Session | None = None
@@ -104,13 +105,13 @@ class EngineCoreClient(EngineInfo):
         """
         if self._context is not None:
             raise RuntimeError("this client is in use already; make another one for another block")
-        self._context = context = open_session(self._settings, self._life)
+        self._context = context = open_session(self._settings, self.life)
         self._thread_id = threading.get_ident()
-        self._life.begin(engine_ranks(self._settings.engines))
+        self.life.begin(engine_ranks(self._settings.engines))
         try:
             self._session = await context.__aenter__()
         except BaseException as exc:
-            self._life.closed(exc if isinstance(exc, EngineError) else None)
+            self.life.closed(exc if isinstance(exc, EngineError) else None)
             self._context = None
             raise
         return self
@@ -211,13 +212,13 @@ class EngineCoreClient(EngineInfo):
     @property
     def state(self) -> ClientState:
         """Where the client is in its life."""
-        return self._life.state
+        return self.life.state
 
     def events(self) -> ClientEvents:
         """Follow the client's life: first how things stand, then every change of its state or of a rank's, until the
         block has been left. Before the block is entered, it waits for that. Any number may follow, each in a task of
         its own; one that is too slow gets a :class:`CurrentState` in place of what it has missed."""
-        return ClientEvents(self._log, self._life.current, self._check_follower)
+        return ClientEvents(self._log, self.life.current, self._check_follower)
 
     def _check_follower(self) -> None:
         if self._context is not None and self._thread_id != threading.get_ident():

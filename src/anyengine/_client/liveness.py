@@ -14,7 +14,7 @@ import anyio
 from anyengine._protocol.suspicion import Suspicion
 from anyengine._transport.abc import PeerUnreachable
 from anyengine._transport.monitor import PeerMonitor
-from anyengine._wire import engine_identity
+from anyengine._wire import SchedulerStats, engine_identity
 from anyengine.exceptions import EngineDeadError, EngineUnresponsiveError
 
 if TYPE_CHECKING:
@@ -36,6 +36,9 @@ class Liveness:
         self._session = session
         self.suspicion: Suspicion = Suspicion(ranks)
         self.last_heard_s: dict[int, float] = dict.fromkeys(ranks, anyio.current_time())
+        self.last_step_s: dict[int, float] = {}
+        """When each rank sent its last batch of outputs, if it ever did."""
+        self.last_statistics: dict[int, SchedulerStats] = {}
         self._connections_changed = anyio.Event()
         self._looking_twice = False
         self._unanswered: dict[int, int] = dict.fromkeys(ranks, 0)  # calls of ours, by rank
@@ -72,10 +75,23 @@ class Liveness:
                 doubtful = waited_s > 7 * tick_s or (waited_s > 3 * tick_s and silence_s > 7 * tick_s)
                 # Twice: should our own loop have been held up, what has arrived meanwhile is read before the second.
                 if doubtful and doubted and self._answers[rank] == answers:
-                    symptom = f"its main loop has not answered for {limit_s:g} s"
+                    symptom = (
+                        f"its main loop has not answered for {limit_s:g} s; its last sign of life was "
+                        f"{silence_s:.1f} s ago"
+                    )
                     self._session.burials.bury(rank, symptom, EngineUnresponsiveError)
                     return
                 doubted = doubtful
+
+    def stepped(self, rank: int, statistics: SchedulerStats | None, now_s: float) -> None:
+        """A batch of outputs has come from ``rank``, which is one of ours: its scheduler works."""
+        self.last_step_s[rank] = now_s
+        if statistics is not None:
+            self.last_statistics[rank] = statistics
+
+    def silence_s(self, rank: int) -> float:
+        """How long ago the last sign of life was."""
+        return anyio.current_time() - self.last_heard_s[rank]
 
     def _serves(self, rank: int) -> bool:
         return self._session.cause is None and rank in self._session.connection.rota.serving

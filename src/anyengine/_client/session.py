@@ -242,12 +242,14 @@ class Session:
     def receive(self, messages: list[Message]) -> None:
         """Decode what came over the output socket and hand it over."""
         now_s = anyio.current_time()
-        last_heard_s = self.liveness.last_heard_s
+        last_heard_s, stepped = self.liveness.last_heard_s, self.liveness.stepped
         receive = self.connection.receive
         for frames in messages:
             event = receive(frames)
             if isinstance(event, OutputBatch):
                 rank = event.engine_index
+                if rank in last_heard_s:
+                    stepped(rank, event.scheduler_stats, now_s)
                 if self.cause is None:
                     self.feed.send_nowait(event)
             elif isinstance(event, UtilityReply):
