@@ -1,7 +1,7 @@
 """How hard the property tests try, by profile: the one place where it is said.
 
-``HYPOTHESIS_PROFILE`` names the profile: ``dev`` (seconds), ``ci`` (minutes), ``deep`` (an hour). What Hypothesis itself
-is told stands in :mod:`anyengine.testing._profiles`.
+``HYPOTHESIS_PROFILE`` names the profile: ``dev`` (seconds), ``ci`` (minutes), ``deep`` (an hour). What Hypothesis
+itself is told stands in :mod:`anyengine.testing._profiles`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Property tests get the same profiles, loops and leak checks as the other tests; what they did is printed at the end."""
+"""Property tests get the profiles, loops and leak checks of the other tests; what they did is printed at the end."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import tally
-from budgets import PROFILE, SEED
-
 from anyengine.testing._profiles import load_profile
 from anyengine.testing.pytest_plugin import *  # noqa: F403 - fixtures and hooks must stand in a conftest's namespace
+from budgets import PROFILE, SEED
 
 load_profile()
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import pytest
-from counted_machine import CountedMachine
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -36,6 +35,7 @@ from anyengine._wire import (
     WireSamplingParams,
 )
 from anyengine.exceptions import EngineDeadError, EngineError, LocalProtocolError, UtilityError
+from counted_machine import CountedMachine
 
 __all__ = ["ConnectionMachine"]
 

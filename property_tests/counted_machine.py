@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 import hypothesis
-from budgets import SEED
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, run_state_machine_as_test
+
+from budgets import SEED
 from tally import TALLY
 
 __all__ = ["CountedMachine", "run_steps"]

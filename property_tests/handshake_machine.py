@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from counted_machine import CountedMachine
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from anyengine._protocol import EngineHandshake, FrontendHandshake, HandshakeStage
 from anyengine._wire import EngineAddresses, engine_identity
 from anyengine.exceptions import LocalProtocolError, RemoteProtocolError
+from counted_machine import CountedMachine
 
 __all__ = ["HandshakeMachine"]
 

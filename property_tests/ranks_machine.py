@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from counted_machine import CountedMachine
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from anyengine._protocol.ranks import RankRota
 from anyengine._protocol.suspicion import Evidence, Suspicion
+from counted_machine import CountedMachine
 
 __all__ = ["RotaMachine", "SuspicionMachine"]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from itertools import count
 
 import pytest
-from counted_machine import CountedMachine
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
@@ -17,6 +16,7 @@ from anyengine._protocol import RequestRegistry
 from anyengine._protocol import requests as requests_module
 from anyengine._wire import EngineCoreOutput
 from anyengine.exceptions import EngineDeadError, LocalProtocolError, RequestFailed
+from counted_machine import CountedMachine
 
 __all__ = ["RequestsMachine"]
 

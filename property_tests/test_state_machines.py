@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from budgets import BUDGET
 from connection_machine import ConnectionMachine
 from counted_machine import CountedMachine, run_steps

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from counted_machine import CountedMachine
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from anyengine._protocol import PendingCall, UtilityRegistry
 from anyengine._wire import UtilityOutput
 from anyengine.exceptions import EngineDeadError, UtilityError
+from counted_machine import CountedMachine
 
 __all__ = ["UtilitiesMachine"]
 
