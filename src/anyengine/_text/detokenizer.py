@@ -34,6 +34,9 @@ class Detokenizer(Protocol):
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that ``token_ids`` made certain: never half a character. Ids that are no token add nothing."""
 
+    def peek(self) -> str:
+        """What more would be certain if the output ended here, save for an unfinished character. Changes nothing."""
+
     def finish(self) -> str:
         """The text that was held back, U+FFFD for bytes that make no character."""
 
@@ -102,6 +105,9 @@ class ByteLevelDetokenizer:
             if text is not None:
                 return text
         return self._decode(b"".join([self._pieces[token_id] for token_id in token_ids]), final=False)
+
+    def peek(self) -> str:
+        return ""  # a whole character is never held back
 
     def finish(self) -> str:
         return self._decode(b"", final=True)
@@ -193,6 +199,12 @@ class WindowDetokenizer:
         # A character cut short is one U+FFFD at the very end, in whichever decoder works on bytes.
         return self._advance(self._text().removesuffix(_REPLACEMENT))
 
+    def peek(self) -> str:
+        if not self._held:
+            return ""
+        text: str = calling_rust(self._tokenizer.decode, self._window + self._held, skip_special_tokens=False)
+        return self._new_part(text).rstrip(_REPLACEMENT)
+
     def finish(self) -> str:
         self._window.extend(self._held)
         self._held.clear()
@@ -202,9 +214,12 @@ class WindowDetokenizer:
         text: str = calling_rust(self._tokenizer.decode, self._window, skip_special_tokens=False)
         return text
 
-    def _advance(self, text: str) -> str:
+    def _new_part(self, text: str) -> str:
         given = self._given
-        new = text[len(given) :] if text.startswith(given) else text[_common_length(given, text) :]
+        return text[len(given) :] if text.startswith(given) else text[_common_length(given, text) :]
+
+    def _advance(self, text: str) -> str:
+        new = self._new_part(text)
         if new:  # else the text may be the shorter one, while a broken character at the end of the prompt is still open
             self._given = text
         if len(self._window) > self._LIMIT:
