@@ -31,6 +31,10 @@ _REPLACEMENT = "\ufffd"
 class Detokenizer(Protocol):
     """The detokenizer of one output. Owned by one task; ``push`` any number of times, then ``finish`` once."""
 
+    @property
+    def holding(self) -> bool:
+        """Whether some of the tokens pushed last have text that is not certain yet."""
+
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that ``token_ids`` made certain: never half a character. Ids that are no token add nothing."""
 
@@ -99,6 +103,10 @@ class ByteLevelDetokenizer:
         self._pending = _unfinished_character(pieces, prompt_token_ids)
         self._prompt_tail = self._pending.decode(errors="replace")
 
+    @property
+    def holding(self) -> bool:
+        return bool(self._pending)
+
     def push(self, token_ids: Sequence[int]) -> str:
         if len(token_ids) == 1 and not self._pending:
             text = self._texts.get(token_ids[0])
@@ -164,7 +172,7 @@ class WindowDetokenizer:
     ``_window`` is what stands before it, and ``_given`` is the part of its text that was given or is the prompt's.
     """
 
-    __slots__ = ("_given", "_held", "_kinds", "_tokenizer", "_window")
+    __slots__ = ("_cut", "_given", "_held", "_kinds", "_tokenizer", "_window")
 
     _KEEP = 4
     """Tokens kept as context: more than the pieces of one character, so that all of an unfinished one is among them."""
@@ -175,6 +183,7 @@ class WindowDetokenizer:
         self._tokenizer = tokenizer
         self._kinds = kinds
         self._held: list[int] = []
+        self._cut = False  # whether the text ends inside a character
         tail: list[int] = []
         for token_id in reversed(prompt_token_ids):
             kind = kinds[token_id]
@@ -184,6 +193,10 @@ class WindowDetokenizer:
                 break
         self._window = tail[::-1]
         self._given = self._text()
+
+    @property
+    def holding(self) -> bool:
+        return self._cut or bool(self._held)
 
     def push(self, token_ids: Sequence[int]) -> str:
         kinds = self._kinds
@@ -196,8 +209,10 @@ class WindowDetokenizer:
             return ""
         self._window.extend(held[:certain])
         del held[:certain]
+        text = self._text()
         # A character cut short is one U+FFFD at the very end, in whichever decoder works on bytes.
-        return self._advance(self._text().removesuffix(_REPLACEMENT))
+        self._cut = text.endswith(_REPLACEMENT)
+        return self._advance(text.removesuffix(_REPLACEMENT))
 
     def peek(self) -> str:
         if not self._held:
@@ -208,6 +223,7 @@ class WindowDetokenizer:
     def finish(self) -> str:
         self._window.extend(self._held)
         self._held.clear()
+        self._cut = False
         return self._advance(self._text())
 
     def _text(self) -> str:

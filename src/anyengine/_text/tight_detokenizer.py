@@ -26,6 +26,10 @@ class TightDetokenizer:
         self._added = added
         self._after_added = False
 
+    @property
+    def holding(self) -> bool:
+        return self._inner.holding
+
     def push(self, token_ids: Sequence[int]) -> str:
         return "".join([self._push_one(token_id) for token_id in token_ids])
 
