@@ -15,10 +15,12 @@ import anyio
 
 from anyengine._process.supervisor import SupervisedEngine
 from anyengine._protocol import Life
-from anyengine._transport.abc import PeerUnreachable
-from anyengine._transport.endpoints import Endpoints, open_endpoints
+from anyengine._transport.abc import ClientEndpoints, PeerUnreachable
+from anyengine._transport.endpoints import open_endpoints
+from anyengine._transport.memory import MemoryEndpoints
 from anyengine._transport.monitor import open_monitor
 from anyengine._wire import engine_identity
+from anyengine.config import InMemoryEngine
 from anyengine.exceptions import ClientClosedError, EngineDeadError, EngineStartupError
 
 from .liveness import PROBE
@@ -83,7 +85,9 @@ async def open_session(settings: SessionSettings, life: Life) -> AsyncIterator[S
         raise session.cause.for_waiter()
 
 
-def _listen(settings: SessionSettings) -> Endpoints:
+def _listen(settings: SessionSettings) -> ClientEndpoints:
+    if isinstance(settings.engines[0], InMemoryEngine):
+        return MemoryEndpoints()
     try:
         return open_endpoints(listeners_for(settings.engines) or "ipc")
     except (anyio.BrokenResourceError, OSError) as exc:

@@ -20,8 +20,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from anyengine._process.attached import AttachedRank
 from anyengine._process.supervisor import SupervisedEngine
 from anyengine._protocol import Connection, DeadSentinel, Frames, Life, MalformedMessage, UtilityReply
-from anyengine._transport.abc import Message, PeerUnreachable
-from anyengine._transport.endpoints import Endpoints
+from anyengine._transport.abc import ClientEndpoints, Message, PeerUnreachable
 from anyengine._wire import EngineCoreOutputs, EngineCoreReadyResponse, OutputBatch, engine_identity
 from anyengine.config import engine_ranks
 from anyengine.exceptions import (
@@ -61,7 +60,9 @@ class Session:
     feed: MemoryObjectSendStream[SessionItem]
     stream: MemoryObjectReceiveStream[SessionItem]
 
-    def __init__(self, settings: SessionSettings, endpoints: Endpoints, tasks: anyio.abc.TaskGroup, life: Life) -> None:
+    def __init__(
+        self, settings: SessionSettings, endpoints: ClientEndpoints, tasks: anyio.abc.TaskGroup, life: Life
+    ) -> None:
         self.settings = settings
         self.endpoints = endpoints
         self.tasks = tasks

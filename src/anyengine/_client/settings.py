@@ -11,7 +11,7 @@ from typing import Literal, Self
 
 from anyengine._environment import ENGINE_READY_TIMEOUT_S
 from anyengine._process.status import Status
-from anyengine.config import AttachedEngine, EmbeddedEngine, EngineSettings, VLLMEngine
+from anyengine.config import AttachedEngine, EmbeddedEngine, EngineSettings, InMemoryEngine, VLLMEngine
 
 from .defaults import default_grace_s, warn_of_pickles
 from .notifications import Notification
@@ -91,6 +91,8 @@ def _engines(engine: EngineSettings | Sequence[EngineSettings] | None) -> tuple[
     joined = [one for one in engines if isinstance(one, AttachedEngine)]
     if joined and len(engines) > 1:
         raise ValueError(f"{joined[0]!r} stands for all ranks of a client: it cannot be one of {len(engines)} engines")
+    if len({isinstance(one, InMemoryEngine) for one in engines}) > 1:
+        raise ValueError("an InMemoryEngine can only be the rank of a client whose other engines are in memory too")
     sizes = [one.understood.data_parallel_size for one in engines if isinstance(one, VLLMEngine)]
     if max(sizes, default=1) > 1 and len(engines) > 1:
         raise ValueError(
