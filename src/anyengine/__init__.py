@@ -99,6 +99,7 @@ if TYPE_CHECKING:
         SamplingParams,
         StructuredOutputsParams,
     )
+    from .policies import RestartPolicy, RetryPolicy
 
 __all__ = [
     "ClientClosedError",
@@ -164,6 +165,8 @@ __all__ = [
     "RequestRejected",
     "RequestStream",
     "RequestTimeout",
+    "RestartPolicy",
+    "RetryPolicy",
     "RunningEngine",
     "SamplingParams",
     "StartupTimeout",
@@ -243,6 +246,7 @@ _HOMES = {
             "StructuredOutputsParams",
         ),
         "_process.status": ("Status",),
+        "policies": ("RestartPolicy", "RetryPolicy"),
     }.items()
     for name in names
 }

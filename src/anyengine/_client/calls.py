@@ -50,7 +50,7 @@ class EngineCalls:
 
         Cancellation: the call is forgotten and its late reply dropped; the engine may still carry it out.
         """
-        session = self.usable_session()
+        session = self.usable_session() if rank is not None else await self._session_with_ranks()
         chosen = session.connection.rota.alive[0] if rank is None else session.check_rank(rank)
         return (await call_ranks(session, method, args, [chosen], unchecked=unchecked))[chosen]
 
@@ -68,7 +68,7 @@ class EngineCalls:
 
         Cancellation: the calls are forgotten; the engines may still carry them out.
         """
-        session = self.usable_session()
+        session = self.usable_session() if ranks is not None else await self._session_with_ranks()
         alive = session.connection.rota.alive
         chosen = alive if ranks is None else tuple(map(session.check_rank, dict.fromkeys(ranks)))
         return await call_ranks(session, method, args, chosen, unchecked=unchecked)
@@ -102,6 +102,8 @@ class EngineCalls:
         Cancellation: safe.
         """
         session = self.usable_session()
+        if not session.connection.rota.alive:
+            raise session.down()
         ranks = session.connection.rota.alive if rank is None else [session.check_rank(rank)]
         started_s = anyio.current_time()
         unanswered: set[int] = set()
@@ -111,6 +113,20 @@ class EngineCalls:
             symptom = f"its main loop has not answered within {timeout_s:g} s"
             raise session.burials.describe(min(unanswered), symptom, EngineUnresponsiveError)
         return anyio.current_time() - started_s
+
+    async def _session_with_ranks(self) -> Session:
+        """:attr:`session`, with a rank that lives: one that is started again is waited for, if the policy says so.
+
+        Raises:
+            EngineDeadError: the engine died, or the client is closed.
+        """
+        session = self.usable_session()
+        if not session.connection.rota.alive:
+            await session.send_budget.wait_room()
+            session = self.usable_session()
+        if not session.connection.rota.alive:
+            raise session.down()
+        return session
 
     def utility_arity(self, method: str) -> int | None:
         """How many arguments ``method`` takes at most in the release of every engine that lives; ``None`` if one does

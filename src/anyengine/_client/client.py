@@ -19,6 +19,7 @@ from anyengine.config import EmbeddedEngine, EngineSettings
 from anyengine.exceptions import ClientClosedError, EngineDeadError, UtilityError
 from anyengine.outputs import PoolingOutput
 from anyengine.params import PoolingParams, SamplingParams
+from anyengine.policies import RestartPolicy
 
 from .core_client import EngineCoreClient
 from .engine_limits import common_limits
@@ -51,6 +52,8 @@ class EngineClient(EngineOperations):
         engine: a fully described engine instead of ``model``, or several: the data-parallel ranks of one client.
         startup_timeout_s, shutdown_grace_s, liveness_timeout_s, max_unread_bytes, on_death, on_progress,
             on_notification: see :class:`EngineCoreClient`.
+        restart: start an engine again that dies once it was ready, and what becomes of the requests meanwhile.
+            ``None``: its death is final.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class EngineClient(EngineOperations):
         on_death: Literal["report", "cancel"] = "report",
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
+        restart: RestartPolicy | None = None,
     ) -> None:
         named: object = model
         if named is not None and not isinstance(named, str):
@@ -84,6 +88,7 @@ class EngineClient(EngineOperations):
             on_death=on_death,
             on_progress=on_progress,
             on_notification=on_notification,
+            restart=restart,
         )
         self._context: AbstractAsyncContextManager[None] | None = None
         self._desk: RequestDesk | None = None

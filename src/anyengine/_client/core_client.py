@@ -28,6 +28,7 @@ from anyengine.exceptions import (
     OverloadedError,
     WrongLoopError,
 )
+from anyengine.policies import RestartPolicy
 
 from .engine_info import EngineInfo
 from .events import ClientEvents, EventLog
@@ -63,6 +64,8 @@ class EngineCoreClient(EngineInfo):
             returns); ``"cancel"`` cancels the block after all waiters have been told, and raises the cause from it.
         on_progress: called with each start-up status of the engine.
         on_notification: called, in a task of the session, with each EEP notification and fault status.
+        restart: start an engine again that dies once it was ready. ``None``: its death is final. Requests of a
+            low-level client always fail with their engine (``in_flight`` is for :class:`EngineClient`).
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class EngineCoreClient(EngineInfo):
         on_death: Literal["report", "cancel"] = "report",
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
+        restart: RestartPolicy | None = None,
     ) -> None:
         self._settings = SessionSettings.of(
             engine,
@@ -86,6 +90,7 @@ class EngineCoreClient(EngineInfo):
             on_death=on_death,
             on_progress=on_progress,
             on_notification=on_notification,
+            restart=restart,
         )
         self._log = EventLog()
         self.life: Life = Life(self._log.publish)
@@ -246,6 +251,8 @@ class EngineCoreClient(EngineInfo):
     def _choose_rank(session: Session) -> int:
         """The rank whose turn it is, of those that have room, if any has."""
         rota, budget = session.connection.rota, session.send_budget
+        if not rota.alive:
+            raise session.down()
         for _ in rota.serving:
             if budget.has_room(rank := rota.next()):
                 return rank
