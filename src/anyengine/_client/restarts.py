@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import random
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -40,9 +40,9 @@ class Restarts:
     Invariant: a rank that is in ``pending`` is not in the rota, and has a task that brings it back or gives it up.
     """
 
-    def __init__(self, session: Session, *, chance: Callable[[], float] = random.random) -> None:
+    def __init__(self, session: Session, *, chance: Callable[[], float] | None = None) -> None:
         self._session = session
-        self._chance = chance
+        self._chance = _chance if chance is None else chance
         self._policy = session.settings.restart
         self._budgets: dict[int, RestartBudget] = {}
         self._scopes: dict[int, anyio.CancelScope] = {}
@@ -252,3 +252,8 @@ class Restarts:
         engine = session.engines[rank]
         if isinstance(engine, SupervisedEngine) and engine.child.exited.is_set():
             session.burials.bury(rank)  # it died a moment ago, when nobody took that for a death
+
+
+def _chance() -> float:
+    """A random number from 0 to 1. (The module random would load hashlib and OpenSSL with it.)"""
+    return int.from_bytes(os.urandom(4)) / 0xFFFF_FFFF
