@@ -161,6 +161,12 @@ class Connection:
         """How many arguments ``method`` takes at most in the rank's release; ``None`` if it has no such method."""
         return self._dialect(rank).utility_arity(method)
 
+    def replace(self, rank: int, dialect: Dialect) -> None:
+        """The engine of ``rank``, which is dead, has been started again: nothing that was known of it holds."""
+        self.dialects.replace(rank, dialect)
+        self.adapters.forget(rank)
+        self._modes.pop(rank, None)
+
     # -------------------------------------------------------------------- events
 
     def receive(self, frames: Frames) -> Event:
