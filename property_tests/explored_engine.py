@@ -17,7 +17,15 @@ import msgspec
 
 from anyengine._process.task_child import TaskExit, TaskHost
 from anyengine._transport.memory import MemoryDealer, MemoryLink, MemoryPush
-from anyengine._wire import NEWEST, AbortRequests, EngineCoreOutput, EngineCoreOutputs, Tensor, UtilityCall, UtilityOutput
+from anyengine._wire import (
+    NEWEST,
+    AbortRequests,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    Tensor,
+    UtilityCall,
+    UtilityOutput,
+)
 from anyengine.config import InMemoryEngine
 from anyengine.testing.toy_runner import next_token
 

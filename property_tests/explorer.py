@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import anyio
 import sniffio
-from explored_engine import ExploredEngine
-from ledger import Ledger
 
 from anyengine import ClientState, EngineClient, EngineError, SamplingParams
 from anyengine.testing.toy_runner import expected_tokens
+from benches import Bench, MemoryBench
+from ledger import Ledger
 
 __all__ = ["HOWS", "Case", "Explorer", "How", "Operation", "stepped"]
 
@@ -32,12 +32,13 @@ what it waited for is there and is not to be lost; or once more at the step afte
 
 HOWS: Final[dict[str, tuple[How, ...]]] = {"asyncio": get_args(How), "trio": ("scope", "scope, woken")}
 MAX_STEPS: Final = 500
+MANY: Final = 20  # violations: nobody reads more
 PATIENCE_S: Final = 20.0
 
 
 class Trigger:
-    """Cancels at step ``at``, counted from 0, as ``how`` says. ``delivered``: the operation has been told, which on asyncio
-    may not be so if it was woken in the same turn, and did not wait again."""
+    """Cancels at step ``at``, counted from 0, as ``how`` says. ``delivered``: the operation has been told, which on
+    asyncio may not be so if it was woken in the same turn, and did not wait again."""
 
     def __init__(self, how: How, at: int, cancel: Callable[[], object]) -> None:
         self._how = how
@@ -83,16 +84,15 @@ def stepped(coroutine: Coroutine[Any, Any, Any], trigger: Trigger) -> Generator[
 
 @dataclass
 class Case:
-    """What an operation works with. ``settings`` are for a client of its own; ``clients`` those that it opened."""
+    """What an operation works with; ``clients`` are those that it has made for itself."""
 
     client: EngineClient
-    engine: ExploredEngine
+    bench: Bench
     clients: list[EngineClient] = field(default_factory=list)
 
     def another(self) -> EngineClient:
         """One more client, with an engine of its own, which the rules then hold for as well."""
-        engine = ExploredEngine(self.engine.finished)  # one record
-        client = EngineClient(engine=engine.settings(), liveness_timeout_s=None)
+        client = self.bench.another()
         self.clients.append(client)
         return client
 
@@ -110,72 +110,94 @@ class Operation:
     errors: tuple[type[BaseException], ...] = ()
 
 
+@dataclass(frozen=True)
+class Point:
+    """Where an operation is cancelled. ``phase``: how many turns of the loop after its neighbour's first item it
+    begins."""
+
+    operation: Operation
+    how: How
+    phase: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.operation.name}, {self.how}, phase {self.phase}, step {self.step}"
+
+
 @dataclass
 class Explorer:
-    """Visits points; ``violations`` says what it found. ``every``: one step of so many, for a quick look. ``phases``: in
-    so many relations to the steps of the engine, which runs beside."""
+    """Visits points; ``violations`` says what it found. ``every``: one step of so many, for a quick look. ``phases``:
+    in so many relations to the steps of the engine, which runs beside."""
 
+    make_bench: Callable[[], Bench] = MemoryBench
     every: int = 1
     phases: int = 1
     hows: tuple[How, ...] | None = None
     points: int = 0
     violations: list[str] = field(default_factory=list)
 
-    async def explore(self, operation: Operation) -> None:
-        """Visit every point of ``operation``."""
+    async def explore(self, *operations: Operation) -> None:
+        """Visit every point of ``operations``, all with one client, so that damage adds up; with another one as soon as
+        that was damaged."""
         hows = self.hows or HOWS[sniffio.current_async_library()]
-        for how, phase in itertools.product(hows, range(self.phases)):
-            engine = ExploredEngine()
-            step = 0
-            while step < MAX_STEPS:
-                # One client for all points of a kind, so that damage adds up; a new one where it was damaged.
-                with Ledger() as ledger:
-                    async with EngineClient(engine=engine.settings(), liveness_timeout_s=None) as client:
-                        case = Case(client, engine)
-                        found = len(self.violations)
-                        while step < MAX_STEPS and len(self.violations) == found:
-                            reached = await self._visit(operation, how, phase, step, case, ledger)
-                            step += self.every
-                            if not reached:
-                                step = MAX_STEPS
-                if len(self.violations) > 20:
-                    return
+        points = self._points(itertools.product(operations, hows, range(self.phases)))
+        point = next(points, None)
+        while point is not None and len(self.violations) < MANY:
+            bench, found = self.make_bench(), len(self.violations)
+            with Ledger() as ledger:
+                async with bench.client() as client:
+                    case = Case(client, bench)
+                    while point is not None and len(self.violations) == found:
+                        reached = await self._visit(point, case, ledger)
+                        point = _following(points, reached)
 
-    async def _visit(
-        self, operation: Operation, how: How, phase: int, step: int, case: Case, ledger: Ledger
-    ) -> bool:
+    def _points(self, kinds: Iterable[tuple[Operation, How, int]]) -> Generator[Point, bool, None]:
+        """One after the other; it is told of each whether the step was reached."""
+        for operation, how, phase in kinds:
+            for step in range(0, MAX_STEPS, self.every):
+                if not (yield Point(operation, how, phase, step)):
+                    break
+
+    async def _visit(self, point: Point, case: Case, ledger: Ledger) -> bool:
         """Whether the step was reached, or the operation had ended before."""
         before = _holdings()
         neighbour = await case.client.submit([7], SamplingParams(max_tokens=6), request_id="neighbour")
         heard = list((await anext(neighbour)).token_ids)
-        for _ in range(phase):
+        for _ in range(point.phase):
             await anyio.lowlevel.checkpoint()
         reached, faults = False, []
         try:
             with anyio.fail_after(PATIENCE_S):
-                reached, faults = await _cancelled_at(operation, how, step, case)
+                reached, faults = await _cancelled_at(point, case)
                 heard += [token async for out in neighbour for token in out.token_ids]
                 faults += await _faults_of(case, heard)
                 if sniffio.current_async_library() == "asyncio":
                     await asyncio.sleep(0)
-                faults += ledger.settle(case.engine.finished)
+                faults += ledger.settle(case.bench.finished)
         except Exception as exc:  # noqa: BLE001 - a violation, whatever it is
             faults.append(f"{type(exc).__name__}: {exc}"[:300])
         for _ in range(20):  # what was told to end may take a few turns
-            if _holdings() == before:
+            if all(now <= then for now, then in zip(_holdings(), before, strict=True)):
                 break
             await anyio.lowlevel.checkpoint()
         else:
             faults.append(f"left behind: {_holdings()} (tasks, descriptors), not {before}")
-        where = f"{operation.name}, {how}, step {step}, phase {phase}, {sniffio.current_async_library()}"
-        self.violations += [f"{where}: {fault}" for fault in faults]
+        self.violations += [f"{point}: {fault}" for fault in faults]
         self.points += reached
         case.clients.clear()
         return reached
 
 
-async def _cancelled_at(operation: Operation, how: How, step: int, case: Case) -> tuple[bool, list[str]]:
+def _following(points: Generator[Point, bool, None], reached: bool) -> Point | None:
+    try:
+        return points.send(reached)
+    except StopIteration:
+        return None
+
+
+async def _cancelled_at(point: Point, case: Case) -> tuple[bool, list[str]]:
     """Run the operation; whether the step was reached, and what is wrong with how it ended."""
+    operation, how, step = point.operation, point.how, point.step
     error: BaseException | None = None
     finished = cancelled = False
     if how.startswith("scope"):
@@ -236,11 +258,11 @@ async def _faults_of(case: Case, heard: list[int]) -> list[str]:
     answer = [token async for out in client.generate([8], SamplingParams(max_tokens=2)) for token in out.token_ids]
     if answer != (wanted := expected_tokens([8], 2)):
         faults.append(f"afterwards the client got {answer}, not {wanted}")
-    if case.engine.running:
-        faults.append(f"still running in the engine: {sorted(case.engine.running)}")
+    if running := await case.bench.running(client):
+        faults.append(f"{running} requests still run in the engine")
     return faults
 
 
 def _holdings() -> tuple[int, int]:
     """Tasks and descriptors of the process."""
-    return len(anyio.get_running_tasks()), len(os.listdir("/proc/self/fd"))
+    return len(anyio.get_running_tasks()), sum(1 for _ in Path("/proc/self/fd").iterdir())

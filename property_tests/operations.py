@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Final
 
 import anyio
-from explorer import Case, Operation
 
 from anyengine import (
     EngineClient,
@@ -25,8 +24,9 @@ from anyengine import (
 )
 from anyengine._client.output_batches import OutputBatches
 from anyengine._wire import EngineCoreRequest, WireSamplingParams
+from explorer import Case, Operation
 
-__all__ = ["CLASSES", "OPERATIONS", "asynchronous_members", "covered", "missing"]
+__all__ = ["CLASSES", "IN_PROCESSES", "OPERATIONS", "asynchronous_members", "covered", "missing"]
 
 CLASSES: Final = (EngineClient, EngineCoreClient, RequestStream, OutputBatches)
 SHORT: Final = SamplingParams(max_tokens=3)
@@ -189,9 +189,7 @@ def call(name: str, *args: Any, **kwargs: Any) -> Callable[[Case], Awaitable[obj
 ENTRIES: Final[dict[str, list[Operation]]] = {
     "EngineClient.__aenter__": [
         Operation("enter, use and leave", whole_session, shielded=True),
-        Operation(
-            "the engine dies under a reader", die_under_a_reader, shielded=True, errors=(EngineDeadError,)
-        ),
+        Operation("the engine dies under a reader", die_under_a_reader, shielded=True, errors=(EngineDeadError,)),
         Operation("a call that is never answered", wait_for_no_answer, shielded=True, errors=(ExceptionGroup,)),
     ],
     "EngineClient.__aexit__": [],  # with its __aenter__
@@ -273,5 +271,20 @@ def missing() -> list[str]:
     names = {name for name, _ in asynchronous_members()}
     return sorted((names - covered().keys()) | (ENTRIES.keys() - names))
 
+
+IN_PROCESSES: Final = (
+    "abort",
+    "EngineClient.is_sleeping",
+    "EngineClient.resume_generation",
+    "enter, use and leave",
+    "leave a block early",
+    "paused",
+    "read in a block",
+    "read to the end",
+    "submit and close",
+    "two at once",
+    "utility_on_all",
+)
+"""What is explored once more with processes behind ZeroMQ, where each step costs a thousand times as much."""
 
 OPERATIONS: Final[list[Operation]] = [operation for entries in covered().values() for operation in entries]
