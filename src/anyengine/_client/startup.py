@@ -36,7 +36,6 @@ from anyengine.exceptions import EngineDeadError, EngineError, EngineStartupErro
 
 from .engine_limits import learn_limits
 from .session import Session
-from .settings import ClientState
 
 __all__ = ["listeners_for", "start_engines"]
 
@@ -86,7 +85,8 @@ async def start_engines(session: Session) -> None:
         if warning is not None:
             _logger.warning("%s", warning)
         _refuse_waves(session)
-        session.connection = Connection(handshake.dialects, call_id_prefix=int.from_bytes(os.urandom(4)) >> 1)
+        prefix = int.from_bytes(os.urandom(4)) >> 1
+        session.connection = Connection(handshake.dialects, call_id_prefix=prefix, on_mode=session.life.confirmed)
         await session.tasks.start(session.own, session.drain_outputs)
         if isinstance(session.settings.engines[0], RunningEngine):
             unheard += session.ranks
@@ -104,7 +104,7 @@ async def start_engines(session: Session) -> None:
 
 def _be_ready(session: Session) -> None:
     if session.cause is None:
-        session.state = ClientState.READY
+        session.life.started()
     # It died between READY and here, when it was still taken for a start-up failure; or one of its threads did.
     for engine in session.children:
         if engine.child.exited.is_set():
