@@ -26,9 +26,10 @@ from ledger import Ledger
 
 __all__ = ["HOWS", "Case", "Explorer", "How", "Operation", "stepped"]
 
-How: TypeAlias = Literal["scope", "scope, woken", "native", "native, woken", "native, twice"]
+How: TypeAlias = Literal["scope", "scope, woken", "native", "native, woken", "native, twice", "asyncio.timeout"]
 """By which means, and when: as the task is about to wait; as it has been woken, in the same turn of the loop, so that
 what it waited for is there and is not to be lost; or once more at the step after it, which is part of its clean-up."""
+
 
 HOWS: Final[dict[str, tuple[How, ...]]] = {"asyncio": get_args(How), "trio": ("scope", "scope, woken")}
 MAX_STEPS: Final = 500
@@ -211,8 +212,7 @@ async def _cancelled_at(point: Point, case: Case) -> tuple[bool, list[str]]:
             error = exc
         cancelled = scope.cancelled_caught
     else:
-        task = asyncio.get_running_loop().create_task(_late(lambda: stepped(_coroutine(operation, case), trigger)))
-        trigger = Trigger(how, step, task.cancel)
+        trigger, task = _natively(point, case)
         await asyncio.wait([task])
         cancelled = task.cancelled()
         error = None if cancelled else task.exception()
@@ -227,8 +227,25 @@ async def _cancelled_at(point: Point, case: Case) -> tuple[bool, list[str]]:
     return trigger.reached, faults
 
 
-async def _late(make: Callable[[], Awaitable[Any]]) -> None:
-    await make()
+def _natively(point: Point, case: Case) -> tuple[Trigger, asyncio.Task[None]]:
+    """Start the operation as a task of asyncio's own, which is cancelled as asyncio's own means do it."""
+    loop = asyncio.get_running_loop()
+
+    async def run() -> None:
+        if point.how != "asyncio.timeout":
+            return await stepped(_coroutine(point.operation, case), trigger)
+        try:
+            async with asyncio.timeout(None) as timeout:
+                expire.append(lambda: timeout.reschedule(loop.time()))
+                await stepped(_coroutine(point.operation, case), trigger)
+        except TimeoutError:
+            assert task.cancelling() == 0, "a cancellation that was counted twice"
+            raise asyncio.CancelledError from None
+
+    expire: list[Callable[[], None]] = []
+    task = loop.create_task(run())
+    trigger = Trigger(point.how, point.step, lambda: expire[0]() if expire else task.cancel())
+    return trigger, task
 
 
 async def _coroutine(operation: Operation, case: Case) -> None:

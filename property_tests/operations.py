@@ -22,13 +22,34 @@ from anyengine import (
     RequestStream,
     SamplingParams,
 )
+from anyengine._client.events import ClientEvents
 from anyengine._client.output_batches import OutputBatches
 from anyengine._wire import EngineCoreRequest, WireSamplingParams
 from explorer import Case, Operation
 
 __all__ = ["CLASSES", "IN_PROCESSES", "OPERATIONS", "asynchronous_members", "covered", "missing"]
 
-CLASSES: Final = (EngineClient, EngineCoreClient, RequestStream, OutputBatches)
+CLASSES: Final = (EngineClient, EngineCoreClient, RequestStream, OutputBatches, ClientEvents)
+"""The clients, and everything that their synchronous methods hand out to be awaited or iterated."""
+
+SYNCHRONOUS: Final = frozenset(
+    {
+        "EngineClient.events",
+        "EngineClient.generate",
+        "EngineClient.statistics",
+        "EngineCoreClient.abort",
+        "EngineCoreClient.add",
+        "EngineCoreClient.events",
+        "EngineCoreClient.outputs",
+        "EngineCoreClient.statistics",
+        "EngineCoreClient.usable_session",
+        "EngineCoreClient.utility_arity",
+        "RequestStream.abort",
+        "RequestStream.close_nowait",
+    }
+)
+"""Methods without an await. What a new one returns, if it can be awaited, belongs into ``CLASSES``."""
+
 SHORT: Final = SamplingParams(max_tokens=3)
 LONG: Final = SamplingParams(max_tokens=1_000_000)
 ADAPTER: Final = LoRARequest("adapter", 1, "/adapter")
@@ -169,6 +190,20 @@ async def wait_for_no_answer(case: Case) -> None:
         await client.core.utility("silence", unchecked=True)
 
 
+async def follow_a_life(case: Case) -> None:
+    """From before the block is entered until it has been left."""
+    client = case.another()
+    async with anyio.create_task_group() as tasks:
+
+        async def live() -> None:
+            async with client:
+                await anyio.lowlevel.checkpoint()
+
+        tasks.start_soon(live)
+        async for _ in client.events():
+            pass
+
+
 async def paused(case: Case) -> None:
     async with case.client.paused("keep"):
         await case.client.is_paused()
@@ -230,6 +265,7 @@ ENTRIES: Final[dict[str, list[Operation]]] = {
     ],
     "RequestStream.aclose": [],  # with submit
     "RequestStream.start": [Operation("start a stream", start_a_stream, immediate=True)],
+    "ClientEvents.__anext__": [Operation("follow a life", follow_a_life, shielded=True)],
     "OutputBatches.__anext__": [],  # with a session of the core
 }
 """By member; what is not here and needs no arguments is called as it is."""
@@ -267,9 +303,16 @@ def covered() -> dict[str, list[Operation]]:
 
 
 def missing() -> list[str]:
-    """Members that nobody explores, and entries of members that there are not."""
+    """Members that nobody explores or lists, and entries of members that there are not."""
     names = {name for name, _ in asynchronous_members()}
-    return sorted((names - covered().keys()) | (ENTRIES.keys() - names))
+    functions = {
+        f"{owner.__name__}.{name}"
+        for owner in CLASSES
+        for name in dir(owner)
+        if not name.startswith("_") and inspect.isfunction(inspect.getattr_static(owner, name))
+    }
+    entries = {*ENTRIES, *SYNCHRONOUS}
+    return sorted((names | functions) - entries - covered().keys() | (entries - names - functions))
 
 
 IN_PROCESSES: Final = (
