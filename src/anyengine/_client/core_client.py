@@ -126,6 +126,8 @@ class EngineCoreClient(EngineInfo):
     ) -> bool | None:
         context, self._context = self._context, None
         assert context is not None
+        if self._session is not None:  # an engine that is not ours lives on, and must not go on with them
+            self.abort([*self._session.connection.requests.live])
         return await context.__aexit__(exc_type, exc, traceback)  # noqa: ASYNC102 - the session shields what must not be cut
 
     # ------------------------------------------------------------------ requests

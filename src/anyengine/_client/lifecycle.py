@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import anyio
+import anyio.lowlevel
 
 from anyengine._process.supervisor import SupervisedEngine
 from anyengine._protocol import Life
@@ -75,6 +76,8 @@ async def open_session(settings: SessionSettings, life: Life) -> AsyncIterator[S
             if session is not None:
                 _release(session)
     assert session is not None
+    if isinstance(error, ClientClosedError) or interrupted:
+        await anyio.lowlevel.checkpoint_if_cancelled()  # if nobody but the host closed it: its cancellation comes first
     if error is not None:
         _annotate(error, session.cause)
         raise error

@@ -85,7 +85,7 @@ class Connection:
         """
         if not isinstance(request, EngineCoreRequest):
             reject("request", request, f"is a {type(request).__name__}", "use an EngineCoreRequest")
-        if request.client_index != self._client_index:
+        if type(request.client_index) is not int or request.client_index != self._client_index:
             raise LocalProtocolError(
                 f"client_index={request.client_index} is not this client's {self._client_index}: "
                 "the engine would answer elsewhere, or fall silent: leave it at ours"
