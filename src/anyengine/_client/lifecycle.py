@@ -103,6 +103,8 @@ async def _stop(session: Session) -> None:
     grace_s = session.settings.shutdown_grace_s if was_ready else _STARTUP_GRACE_S
     session.close()
     session.life.closing()
+    with anyio.CancelScope(shield=True):  # they only have to notice
+        await session.restarts.stop()
     engines = session.children
     if was_ready and not engines:
         await _settle_aborts(session, grace_s)
