@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ._client.closing import KilledProcess, ShutdownReport
     from ._client.core_client import EngineCoreClient
     from ._client.events import ClientEvents
+    from ._client.health import ClientHealth, HealthLevel, RankHealth
     from ._client.operations import PauseMode
     from ._client.prompts import EmbedsPrompt, Prompt
     from ._client.request_stream import RequestStream
@@ -99,12 +100,14 @@ if TYPE_CHECKING:
         SamplingParams,
         StructuredOutputsParams,
     )
+    from .policies import RestartPolicy, RetryPolicy
 
 __all__ = [
     "ClientClosedError",
     "ClientEvent",
     "ClientEvents",
     "ClientFailedError",
+    "ClientHealth",
     "ClientState",
     "CommandEngine",
     "CurrentState",
@@ -129,6 +132,7 @@ __all__ = [
     "FaultStatus",
     "FinishReason",
     "FlatLogprobs",
+    "HealthLevel",
     "InheritedEngine",
     "KilledProcess",
     "KvHintAction",
@@ -152,6 +156,7 @@ __all__ = [
     "Prompt",
     "ProtocolError",
     "RankChanged",
+    "RankHealth",
     "RankState",
     "RemoteEngine",
     "RemoteProtocolError",
@@ -162,6 +167,8 @@ __all__ = [
     "RequestRejected",
     "RequestStream",
     "RequestTimeout",
+    "RestartPolicy",
+    "RetryPolicy",
     "RunningEngine",
     "SamplingParams",
     "ShutdownReport",
@@ -186,6 +193,7 @@ _HOMES = {
         "_client.closing": ("KilledProcess", "ShutdownReport"),
         "_client.core_client": ("EngineCoreClient",),
         "_client.events": ("ClientEvents",),
+        "_client.health": ("ClientHealth", "HealthLevel", "RankHealth"),
         "_client.operations": ("PauseMode",),
         "_client.prompts": ("EmbedsPrompt", "Prompt"),
         "_client.request_stream": ("RequestStream",),
@@ -242,6 +250,7 @@ _HOMES = {
             "StructuredOutputsParams",
         ),
         "_process.status": ("Status",),
+        "policies": ("RestartPolicy", "RetryPolicy"),
     }.items()
     for name in names
 }

@@ -23,9 +23,9 @@ __all__ = [
     "EmbeddedEngine",
     "EngineLaunch",
     "EngineSettings",
+    "InMemoryEngine",
     "InheritedEngine",
     "LaunchedEngine",
-    "MemoryEngine",
     "RemoteEngine",
     "RunningEngine",
     "VLLMEngine",
@@ -122,25 +122,6 @@ class CommandEngine(_Described, frozen=True, kw_only=True):
         argv: object = self.argv  # msgspec does not check what a constructor is given
         if not isinstance(argv, tuple | list) or not argv or not all(isinstance(word, str) for word in argv):
             raise ValueError(f"argv={self.argv!r} must be a tuple of the program and its arguments, each a str")
-
-
-class MemoryEngine(_Described, frozen=True, kw_only=True):
-    """An engine core that is a task of the client's own event loop, and speaks the wire over memory: for tests.
-
-    ``main(link, process)`` is the engine core, a coroutine function. ``link``
-    (:class:`~anyengine._transport.memory_endpoints.MemoryLink`) makes its connections, ``process``
-    (:class:`~anyengine._process.task_process.TaskProcess`) takes its status and log lines and tells it to stop; what it
-    returns is its exit code. ``model_dir`` and ``args`` as in :class:`CommandEngine`.
-    """
-
-    main: Callable[[Any, Any], Awaitable[int | None]]
-    model_dir: str | None = None
-
-    def __post_init__(self) -> None:
-        self._check_args()
-        main: object = self.main  # msgspec does not check what a constructor is given
-        if not callable(main):
-            raise ValueError(f"main={main!r} must be a coroutine function that takes a link and a process")
 
 
 class _VLLMModel(msgspec.Struct, frozen=True):
@@ -329,13 +310,30 @@ class InheritedEngine(_Described, frozen=True, kw_only=True):
                 raise ValueError(f"{name}={value!r} must be an int of at least 0")
 
 
+class InMemoryEngine(_Described, frozen=True, kw_only=True):
+    """An engine core that runs as a task of the client, in the same event loop: no process, no ZeroMQ.
+
+    ``serve`` is called with a :class:`~anyengine._transport.memory.MemoryLink`, its rank and a
+    :class:`~anyengine._process.task_child.TaskHost`. ``model_dir`` and ``args`` as in :class:`CommandEngine`.
+    """
+
+    serve: Callable[[Any, int, Any], Awaitable[None]]
+    model_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        self._check_args()
+        serve: object = self.serve
+        if not callable(serve):
+            raise ValueError(f"serve={serve!r} must be an async function of (link, rank, host)")
+
+
 LaunchedEngine: TypeAlias = EmbeddedEngine | CommandEngine | VLLMEngine
-"""Every kind of engine core that a client can start as a process."""
+"""Every kind of engine core that a client can start."""
 
 AttachedEngine: TypeAlias = RemoteEngine | RunningEngine | InheritedEngine
 """Every kind of engine core that someone else starts, and a client joins."""
 
-EngineSettings: TypeAlias = LaunchedEngine | MemoryEngine | AttachedEngine
+EngineSettings: TypeAlias = LaunchedEngine | AttachedEngine | InMemoryEngine
 """Every kind of engine core behind a client."""
 
 _MAX_RANK = 0xFFFF  # an identity has two bytes

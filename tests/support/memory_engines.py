@@ -7,11 +7,11 @@ from queue import SimpleQueue
 import anyio
 
 from anyengine._process.status import Status
-from anyengine._process.task_process import TaskProcess
+from anyengine._process.task_child import TaskHost
 from anyengine._protocol.handshake import EngineHandshake
-from anyengine._transport.memory_endpoints import MemoryLink
+from anyengine._transport.memory import MemoryLink
 from anyengine._wire import dialect_for
-from anyengine.config import EmbeddedEngine, MemoryEngine
+from anyengine.config import EmbeddedEngine, InMemoryEngine
 from anyengine.engine.core.engine_core import EngineCore
 from anyengine.engine.serving.busy_loop import BusyLoop
 from anyengine.engine.serving.io_threads import Command, decode_command, encode_outputs
@@ -20,16 +20,16 @@ from anyengine.testing.toy_runner import ToyOptions, ToyRunner
 __all__ = ["in_loop"]
 
 
-def in_loop(*, step_s: float = 0.0, max_num_seqs: int = 256, grace_s: float = 0.0) -> MemoryEngine:
+def in_loop(*, step_s: float = 0.0, max_num_seqs: int = 256, grace_s: float = 0.0) -> InMemoryEngine:
     """Our engine core with the toy model, a task of the loop. A step takes ``step_s`` of its clock; told to stop, it
     goes on for ``grace_s``."""
 
-    async def main(link: MemoryLink, process: TaskProcess) -> int:
+    async def serve_core(link: MemoryLink, rank: int, host: TaskHost) -> None:
         socket, handshake = link.connect_handshake(), EngineHandshake()
         socket.send_nowait([handshake.hello()])
         [[init]] = await socket.drain(1)
         handshake.receive_init(init)
-        process.report(Status("loading"))
+        host.report(Status("loading"))
         core = EngineCore(
             ToyRunner(ToyOptions(), seed=0, max_model_len=2048), EmbeddedEngine(max_num_seqs=max_num_seqs), rank=0
         )
@@ -38,14 +38,16 @@ def in_loop(*, step_s: float = 0.0, max_num_seqs: int = 256, grace_s: float = 0.
         inputs, outputs = link.connect_inputs(), link.connect_outputs()
         inputs.send_nowait([dialect.encode_ready(response)])
         socket.send_nowait([handshake.ready()])
-        process.report(Status("ready"))
+        host.report(Status("ready"))
 
         class Sink:
             def send(self, client_index, message, *, method=""):
                 outputs.send_nowait(encode_outputs(dialect, message, method))
 
+        asked = anyio.Event()
+        host.on_terminate = asked.set
         commands: SimpleQueue[Command] = SimpleQueue()
-        loop = BusyLoop(core, commands, Sink(), rank=0, num_clients=1, reports_finished=False)
+        loop = BusyLoop(core, commands, Sink(), rank=rank, num_clients=1, reports_finished=False)
 
         async def serve() -> None:
             while True:
@@ -60,11 +62,10 @@ def in_loop(*, step_s: float = 0.0, max_num_seqs: int = 256, grace_s: float = 0.
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(serve)
-            await process.terminated.wait()
+            await asked.wait()
             await anyio.sleep(grace_s)
             tasks.cancel_scope.cancel()
         core.abort_all()
         loop._deliver(core.step())
-        return 0
 
-    return MemoryEngine(main=main)
+    return InMemoryEngine(serve=serve_core)

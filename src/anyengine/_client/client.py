@@ -19,11 +19,13 @@ from anyengine.config import EmbeddedEngine, EngineSettings
 from anyengine.exceptions import ClientClosedError, EngineDeadError, UtilityError
 from anyengine.outputs import PoolingOutput
 from anyengine.params import PoolingParams, SamplingParams
+from anyengine.policies import RestartPolicy
 
 from .closing import ShutdownReport
 from .core_client import EngineCoreClient
 from .engine_limits import common_limits
 from .events import ClientEvents
+from .health import ClientHealth, HealthLevel, examine
 from .liveness import PROBE
 from .model_files import load_model_files
 from .notifications import Notification
@@ -51,6 +53,8 @@ class EngineClient(EngineOperations):
         engine: a fully described engine instead of ``model``, or several: the data-parallel ranks of one client.
         startup_timeout_s, shutdown_grace_s, drain_timeout_s, liveness_timeout_s, max_unread_bytes, on_death,
             on_progress, on_notification: see :class:`EngineCoreClient`.
+        restart: start an engine again that dies once it was ready, and what becomes of the requests meanwhile.
+            ``None``: its death is final.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class EngineClient(EngineOperations):
         on_death: Literal["report", "cancel"] = "report",
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
+        restart: RestartPolicy | None = None,
     ) -> None:
         named: object = model
         if named is not None and not isinstance(named, str):
@@ -86,6 +91,7 @@ class EngineClient(EngineOperations):
             on_death=on_death,
             on_progress=on_progress,
             on_notification=on_notification,
+            restart=restart,
         )
         self._context: AbstractAsyncContextManager[None] | None = None
         self._desk: RequestDesk | None = None
@@ -129,7 +135,7 @@ class EngineClient(EngineOperations):
                     files = await load_model_files(self._core.model_dir, text=not self._core.skips_text)
                     desk.open(RequestBuilder(files, common_limits(session), wire_id_prefix=os.urandom(4).hex()))
                     yield
-                    await session.closing.drain(session.settings.drain_timeout_s)
+                    await session.closing.drain()
                 finally:
                     desk.close()
 
@@ -152,7 +158,7 @@ class EngineClient(EngineOperations):
 
         Cancellation: what is in flight is aborted at once, and the engines are stopped before it propagates.
         """
-        await self._core.close_with(drain_timeout_s, self._entered_desk().close)
+        await self._core.session.closing.close(drain_timeout_s, self._entered_desk().close)
 
     @property
     def shutdown_report(self) -> ShutdownReport | None:
@@ -304,6 +310,21 @@ class EngineClient(EngineOperations):
         Cancellation: safe.
         """
         return await self._core.ping(timeout_s, rank=rank)
+
+    async def health(self, level: HealthLevel = "rpc", *, timeout_s: float = 5.0) -> ClientHealth:
+        """How every rank is, asked side by side, in ``timeout_s`` at most. A bad answer is no death.
+
+        ``"process"`` asks nothing: what is known. ``"rpc"`` asks each main loop for a sign of life: a hung one is
+        silent. ``"generate"`` also has each rank that takes requests generate one token: a main loop that answers and
+        schedules nothing is wedged. Never raises for an engine: ``raise_unhealthy()`` of the result does.
+
+        Raises:
+            ValueError: there is no such level.
+            WrongLoopError: called from another thread than the one that entered the client.
+
+        Cancellation: safe; nothing is left in the engines.
+        """
+        return await examine(self._core, level, timeout_s)
 
     def statistics(self) -> dict[str, int]:
         """Counters of this session; see :meth:`EngineCoreClient.statistics`."""

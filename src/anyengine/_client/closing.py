@@ -8,6 +8,7 @@ Owns the order and the time limits of an end, and the report of it. It is asked 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,6 @@ class Closing:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._drain_scope: anyio.CancelScope | None = None
         self._stopped: anyio.Event | None = None
         self._limit_s = session.settings.shutdown_grace_s + _KILLED_LIMIT_S + 1.0
         self._was_ready = False
@@ -87,9 +87,26 @@ class Closing:
             killed=(*self._needed_kill, *left_behind),
         )
 
-    async def drain(self, timeout_s: float) -> None:
-        """Take no new requests, and wait until those in flight have ended, at most ``timeout_s``. Whoever leaves the
-        block meanwhile ends the wait.
+    async def close(self, drain_timeout_s: float | None, tell: Callable[[], None]) -> None:
+        """All of it, before the block is left: :meth:`drain`, ``tell`` everyone, :meth:`stop`.
+
+        Raises:
+            WrongLoopError: called from another thread than the one that entered the client.
+
+        Cancellation: ends the drain, and nothing else.
+        """
+        self._session.check_thread()
+        if self._session.is_released:
+            return
+        try:
+            await self.drain(drain_timeout_s)
+        finally:
+            tell()
+            await self.stop()  # noqa: ASYNC102 - shielded and bounded inside
+
+    async def drain(self, timeout_s: float | None = None) -> None:
+        """Take no new requests, and wait until those in flight have ended, for ``timeout_s`` at most (by default: what
+        the client was told). Whoever leaves the block meanwhile ends the wait.
 
         Cancellation: ends the wait; what is in flight stays so until the session is closed.
         """
@@ -99,7 +116,8 @@ class Closing:
             return
         started_s = anyio.current_time()
         try:
-            with anyio.move_on_after(timeout_s) as self._drain_scope:
+            limit_s = session.settings.drain_timeout_s if timeout_s is None else timeout_s
+            with anyio.move_on_after(limit_s):
                 while self._is_busy():
                     await session.wait_idle()
         finally:
@@ -133,8 +151,6 @@ class Closing:
 
         Cancellation: shielded, and bounded.
         """
-        if self._drain_scope is not None:
-            self._drain_scope.cancel()
         if self._stopped is not None:
             with anyio.move_on_after(self._limit_s, shield=True):
                 await self._stopped.wait()
@@ -150,16 +166,20 @@ class Closing:
 
     async def _stop(self) -> None:
         session = self._session
+        self.note_closed()
+        session.abort_live()  # an engine that is not ours lives on, and must not go on with them
         session.close()
         session.life.closing()
         grace_s = session.settings.shutdown_grace_s if self._was_ready else _STARTUP_GRACE_S
         engines = session.children
-        if self._was_ready and not engines:
-            await _settle_aborts(session, grace_s)
         deadline_s = anyio.current_time() + grace_s
         try:
             # A cancelled block still ends its processes in order.
             with anyio.move_on_after(grace_s, shield=True):
+                await session.restarts.stop()
+                engines = session.children
+                if self._was_ready and not engines:
+                    await _settle_aborts(session)
                 for engine in engines:
                     engine.child.terminate()
                 for engine in engines:
@@ -182,7 +202,7 @@ class Closing:
             self._needed_kill.append(KilledProcess(pid=engine.child.pid, rank=engine.rank, why=why))
             # One that is still loading cannot listen; one that was ready ought to.
             level = logging.WARNING if self._was_ready else logging.INFO
-            _logger.log(level, "%s is killed: %s", engine.name, why)
+            _logger.log(level, "engine %d (%s) is killed: %s", engine.rank, engine.child.name, why)
         engine.child.kill()
 
 
@@ -195,16 +215,15 @@ async def _see_off(session: Session, engine: SupervisedEngine, deadline_s: float
     await engine.see_off(max(_ORPHANS_GRACE_S, deadline_s - anyio.current_time()))
 
 
-async def _settle_aborts(session: Session, grace_s: float) -> None:
+async def _settle_aborts(session: Session) -> None:
     """Wait until engines that live on have taken our aborts: closing the sockets drops what is still under way."""
-    with anyio.move_on_after(grace_s, shield=True):
-        await session.stop_drain()  # it may have been cancelled already: from here on we read
-        unsettled = set(session.connection.rota.serving)
-        for rank in tuple(unsettled):
-            _, frames = session.connection.utility(PROBE, (), rank, partial(unsettled.discard, rank))
-            try:
-                session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
-            except PeerUnreachable:
-                unsettled.discard(rank)
-        while unsettled:
-            session.receive(await session.endpoints.outputs.drain())
+    await session.stop_drain()  # it may have been cancelled already: from here on we read
+    unsettled = set(session.connection.rota.serving)
+    for rank in tuple(unsettled):
+        _, frames = session.connection.utility(PROBE, (), rank, partial(unsettled.discard, rank))
+        try:
+            session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
+        except PeerUnreachable:
+            unsettled.discard(rank)
+    while unsettled:
+        session.receive(await session.endpoints.outputs.drain())

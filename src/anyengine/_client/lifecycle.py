@@ -11,11 +11,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import anyio
+import anyio.lowlevel
 
 from anyengine._protocol import Life
 from anyengine._transport.abc import ClientEndpoints
 from anyengine._transport.endpoints import open_endpoints
-from anyengine._transport.memory_endpoints import MemoryEndpoints
+from anyengine._transport.memory import MemoryEndpoints
+from anyengine._transport.monitor import open_monitor
 from anyengine.exceptions import ClientClosedError, EngineDeadError, EngineStartupError
 
 from .closing import ShutdownReport
@@ -44,8 +46,8 @@ async def open_session(
     session: Session | None = None
     with (
         _listen(settings) as endpoints,
-        endpoints.watch_inputs() as input_monitor,
-        endpoints.watch_outputs() as output_monitor,
+        open_monitor(endpoints.inputs) as input_monitor,
+        open_monitor(endpoints.outputs) as output_monitor,
     ):
         try:
             async with anyio.create_task_group() as tasks:
@@ -57,7 +59,7 @@ async def open_session(
                     await start_engines(session)
                     with session.body_scope:
                         yield session
-                        await session.closing.drain(settings.drain_timeout_s)
+                        await session.closing.drain()
                 except anyio.get_cancelled_exc_class():
                     interrupted = True
                     raise
@@ -72,6 +74,8 @@ async def open_session(
             if session is not None:
                 _release(session, on_report)
     assert session is not None
+    if isinstance(error, ClientClosedError) or interrupted:
+        await anyio.lowlevel.checkpoint_if_cancelled()  # if nobody but the host closed it: its cancellation comes first
     if error is not None:
         _annotate(error, session.cause)
         raise error

@@ -83,8 +83,11 @@ class RequestDesk:
 
         Cancellation: returns at once.
         """
-        self._core.usable_session().check_admitting()
+        session = self._core.usable_session()
+        session.check_admitting()
         builder = self.builder
+        if not session.connection.rota.serving:
+            await self._core.wait_room()
         if builder.limits.tasks is None:
             await self._readiness.learn_tasks()
             builder.take_limits(common_limits(self._session))
@@ -97,7 +100,8 @@ class RequestDesk:
             request.lora_request = None
             with in_users_words(request.external_req_id or ""):
                 connection = self._session.connection
-                connection.check(request, connection.rota.alive[0])  # it may be dying: loading will tell
+                ranks = connection.rota.alive or connection.ranks
+                connection.check(request, ranks[0])  # it may be dying: loading will tell
             await self._readiness.load(adapter, builder.limits.max_loras)
         await self._core.wait_room()  # behind it there is no other await before the request is sent
         return prepared

@@ -55,12 +55,12 @@ class SendBudget:
         return self._accounts[rank].unread_bytes < self._limit_bytes
 
     async def wait_room(self) -> None:
-        """Wait until some rank that serves has room, or none serves any more: sending will tell why.
+        """Wait until some rank that serves has room, or none serves and none is waited for: sending will tell why.
 
         Cancellation: safe.
         """
         session = self._session
-        while session.cause is None and (serving := session.connection.rota.serving):
+        while session.cause is None and ((serving := session.connection.rota.serving) or session.restarts.are_awaited):
             if any(map(self.has_room, serving)):
                 return
             await self._changed.wait()
@@ -71,6 +71,10 @@ class SendBudget:
         account.sent_bytes += size_bytes
         if not account.asking and account.unread_bytes >= self._limit_bytes // 4:
             self._ask(rank, account)
+
+    def forget(self, rank: int) -> None:
+        """The engine of ``rank`` is another one now."""
+        self._accounts[rank] = _Account()
 
     def wake(self) -> None:
         """Ranks have died, or the session has ended: whoever waits looks again."""

@@ -11,6 +11,7 @@ import logging
 import math
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TypeAlias, TypeVarTuple
 
 import anyio
@@ -35,6 +36,7 @@ from .burials import Burials, RankDeath
 from .closing import Closing
 from .liveness import Liveness
 from .notifications import Notification, Notifications, is_worth_a_line
+from .restarts import Restarts
 from .send_budget import SendBudget
 from .settings import SessionSettings
 
@@ -78,6 +80,7 @@ class Session:
         self.registrations: dict[int, EngineCoreReadyResponse | None] = {}
         self.merged_registration: EngineCoreReadyResponse | None = None
         self.burials: Burials = Burials(self, self.ranks)
+        self.restarts: Restarts = Restarts(self)
         self.feed, self.stream = anyio.create_memory_object_stream[SessionItem](math.inf)
         self.liveness: Liveness = Liveness(self, self.ranks)
         self.send_budget: SendBudget = SendBudget(self, self.ranks, settings.max_unread_bytes)
@@ -126,6 +129,17 @@ class Session:
             raise RequestRejected(f"there is no rank {rank!r}", parameter=parameter, value=rank, remedy=remedy)
         return rank
 
+    def is_lost(self, rank: int) -> bool:
+        """Whether nothing can be said to the rank any more."""
+        return rank in self.burials.deaths and rank not in self.restarts.pending
+
+    def down(self) -> EngineDeadError:
+        """What a call deserves that needs a rank, when none lives: one of them is being started again."""
+        rank = min(self.restarts.pending)
+        error = self.burials.death(rank)
+        error.args = (f"engine {rank} is being started again; it died before: {error.args[0]}",)
+        return error
+
     def send(self, rank: int, frames: Frames) -> None:
         """Send one message to an engine. Synchronous.
 
@@ -161,6 +175,14 @@ class Session:
         """
         if self.closing.is_draining:
             raise ClientClosedError("the client is being closed: it finishes what is in flight, and takes nothing new")
+
+    def abort_live(self) -> None:
+        """Abort every request in flight, and tell its consumer. Synchronous; an engine that is gone is
+        no error."""
+        if self.cause is None and self.is_connected:
+            for rank, frames in self.connection.abort([*self.connection.requests.live]):
+                with suppress(PeerUnreachable):
+                    self.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
 
     async def wait_idle(self) -> None:
         """Wait until no request is in flight, or the session has ended; look again then.
@@ -274,12 +296,14 @@ class Session:
     def receive(self, messages: list[Message]) -> None:
         """Decode what came over the output socket and hand it over."""
         now_s = anyio.current_time()
-        last_heard_s = self.liveness.last_heard_s
+        last_heard_s, stepped = self.liveness.last_heard_s, self.liveness.stepped
         receive = self.connection.receive
         for frames in messages:
             event = receive(frames)
             if isinstance(event, OutputBatch):
                 rank = event.engine_index
+                if rank in last_heard_s:
+                    stepped(rank, event.scheduler_stats, now_s)
                 if self.cause is None:
                     self.feed.send_nowait(event)
             elif isinstance(event, UtilityReply):

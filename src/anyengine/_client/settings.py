@@ -11,7 +11,8 @@ from typing import Literal, Self
 
 from anyengine._environment import ENGINE_READY_TIMEOUT_S
 from anyengine._process.status import Status
-from anyengine.config import AttachedEngine, EmbeddedEngine, EngineSettings, MemoryEngine, VLLMEngine
+from anyengine.config import AttachedEngine, EmbeddedEngine, EngineSettings, InMemoryEngine, VLLMEngine
+from anyengine.policies import RestartPolicy
 
 from .defaults import default_grace_s, warn_of_pickles
 from .notifications import Notification
@@ -33,6 +34,7 @@ class SessionSettings:
     on_death: Literal["report", "cancel"]
     on_progress: Callable[[Status], None] | None
     on_notification: Callable[[Notification], Awaitable[None]] | None
+    restart: RestartPolicy | None
 
     @classmethod
     def of(
@@ -47,6 +49,7 @@ class SessionSettings:
         on_death: Literal["report", "cancel"],
         on_progress: Callable[[Status], None] | None,
         on_notification: Callable[[Notification], Awaitable[None]] | None,
+        restart: RestartPolicy | None,
     ) -> Self:
         """What :class:`EngineCoreClient` was given, checked and filled in.
 
@@ -65,6 +68,10 @@ class SessionSettings:
         if max_unread_bytes < 1:
             raise ValueError(f"max_unread_bytes={max_unread_bytes!r} must be at least 1")
         engines = _engines(engine)
+        if restart is not None and not isinstance(restart, RestartPolicy):
+            raise ValueError(f"restart={restart!r} must be a RestartPolicy, or None for no restarts")
+        if restart is not None and isinstance(engines[0], AttachedEngine):
+            raise ValueError(f"restart: {engines[0]!r} is started by someone else, who has to start it again as well")
         warn_of_pickles(engines)
         return cls(
             engines=engines,
@@ -76,6 +83,7 @@ class SessionSettings:
             on_death=on_death,
             on_progress=on_progress,
             on_notification=on_notification,
+            restart=restart,
         )
 
     @property
@@ -90,7 +98,7 @@ class SessionSettings:
 
 
 def _in_memory(engine: EngineSettings) -> bool:
-    return isinstance(engine, MemoryEngine) or (isinstance(engine, EmbeddedEngine) and engine.in_process)
+    return isinstance(engine, InMemoryEngine) or (isinstance(engine, EmbeddedEngine) and engine.in_process)
 
 
 def _engines(engine: EngineSettings | Sequence[EngineSettings] | None) -> tuple[EngineSettings, ...]:
@@ -106,7 +114,7 @@ def _engines(engine: EngineSettings | Sequence[EngineSettings] | None) -> tuple[
     if joined and len(engines) > 1:
         raise ValueError(f"{joined[0]!r} stands for all ranks of a client: it cannot be one of {len(engines)} engines")
     if len(set(map(_in_memory, engines))) > 1:
-        raise ValueError("engines of this process and engines of others cannot be the ranks of one client")
+        raise ValueError("an engine in memory can only be the rank of a client whose other engines are in memory too")
     sizes = [one.understood.data_parallel_size for one in engines if isinstance(one, VLLMEngine)]
     if max(sizes, default=1) > 1 and len(engines) > 1:
         raise ValueError(

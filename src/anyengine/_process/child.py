@@ -23,21 +23,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
 
 import anyio
 import anyio.lowlevel
 
-from .orphans import kill_all_but_trackers, live_members
+from .orphans import kill_all_but_trackers, live_members, wait_ended
 
-__all__ = ["Child", "ChildProcess", "ProcessExit"]
+__all__ = ["ChildProcess", "ProcessExit"]
 
 _logger = logging.getLogger("anyengine.engine")
 
 _STDERR_TAIL_LINES = 200
 _STDERR_TAIL_CHARS = 4096  # of each line: the tail is for a person to read
 _TRACKER_GRACE_S = 1.0  # for a resource tracker, once those that it serves are gone
-_KILLED_LIMIT_S = 1.0  # for the kernel to tear down what was killed
+_TEAR_DOWN_S = 1.0  # for the kernel, once a process has been killed; milliseconds, unless it holds very much
 _READ_BYTES = 16384
 _MAX_STDIN_BYTES = 60_000  # a pipe takes 64 KiB without blocking
 # A child that never ends its line must fill neither our memory nor our time. A status line is whole or useless; a log
@@ -51,61 +50,17 @@ class ProcessExit:
     """How a process ended: ``exit_code`` or ``signal`` (a name such as ``"SIGKILL"``), the other is ``None``.
 
     Both are ``None`` if someone else took its exit status: the host, which ignores SIGCHLD or waits for any child.
-    ``pid`` is ``None`` for an engine that had no process of its own.
+    ``pid`` is ``None`` for what only stands in for a process.
     """
 
     pid: int | None
     exit_code: int | None
     signal: str | None
 
-    @classmethod
-    def of(cls, pid: int | None, returncode: int) -> Self:
-        """From a number as :mod:`subprocess` has it: a signal's is negative."""
-        if returncode >= 0:
-            return cls(pid, returncode, None)
-        try:
-            name = signal.Signals(-returncode).name
-        except ValueError:
-            name = f"signal {-returncode}"
-        return cls(pid, None, name)
-
     def __str__(self) -> str:
         if self.signal is not None:
             return f"was killed by {self.signal}"
         return "exited in an unknown way" if self.exit_code is None else f"exited with code {self.exit_code}"
-
-
-class Child(Protocol):
-    """What stands for an engine of ours: a process (:class:`ChildProcess`), or something that behaves like one."""
-
-    exited: anyio.Event
-    """Set when it has ended, and what it wrote has been read."""
-
-    @property
-    def pid(self) -> int | None:
-        """Its process id; ``None`` if it has no process of its own."""
-        ...
-
-    @property
-    def killed_orphans(self) -> Sequence[int]:
-        """The processes that it left behind, and that had to be killed."""
-        ...
-
-    def stderr_tail(self, lines: int = 50) -> tuple[str, ...]:
-        """See :class:`ChildProcess`, here and below."""
-        ...
-
-    async def watch(self, on_stdout_line: Callable[[bytes], None], on_stderr_line: Callable[[str], None]) -> None: ...
-
-    async def wait_orphans(self, on_stderr_line: Callable[[str], None], limit_s: float) -> None: ...
-
-    def poll(self) -> ProcessExit | None: ...
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def reap(self) -> ProcessExit: ...
 
 
 class ChildProcess:
@@ -150,6 +105,7 @@ class ChildProcess:
         self.pid: int = self._popen.pid
         self._stderr_tail: deque[str] = deque(maxlen=_STDERR_TAIL_LINES)
         self.killed_orphans: list[int] = []
+        """The processes that it left behind, and that had to be killed."""
         self._exit: ProcessExit | None = None
         self.exited: anyio.Event = anyio.Event()
         self._pidfd = _open_pidfd(self.pid)
@@ -163,6 +119,11 @@ class ChildProcess:
         except BaseException:  # KeyboardInterrupt, for one: nobody else knows the child yet
             self.reap()
             raise
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return f"pid {self.pid}"
 
     def stderr_tail(self, lines: int = 50) -> tuple[str, ...]:
         """The last lines of its standard error, oldest first."""
@@ -256,11 +217,11 @@ class ChildProcess:
                     self._exit = ProcessExit(self.pid, None, None)
                     return self._exit
                 if info is not None:
-                    self._exit = ProcessExit.of(
+                    self._exit = _describe(
                         self.pid, info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
                     )
             elif (returncode := self._popen.poll()) is not None:
-                self._exit = ProcessExit.of(self.pid, returncode)
+                self._exit = _describe(self.pid, returncode)
         return self._exit
 
     def terminate(self) -> None:
@@ -297,19 +258,22 @@ class ChildProcess:
     def reap(self) -> ProcessExit:
         """Collect the ended process and close its pipes. Synchronous, idempotent; :meth:`watch` must have ended.
 
-        Blocks for the moment that the kernel needs to tear a killed process down, 1 s at most; and, if
+        Blocks for the moment that the kernel needs to tear killed processes down, which is bounded; and, if
         :meth:`wait_orphans` was not called or cut short, for ``orphans_grace_s``.
         """
         self.kill()
         if self._orphans_grace_s:
             self._wait_orphans_blocking()
             self.kill()
+        self.poll()  # is it ours still?
+        if self._popen.returncode is None:
+            wait_ended(self.pid, _TEAR_DOWN_S)  # with what it had started, while the group's id is its own
         try:
-            self._popen.wait(None if self.poll() else _KILLED_LIMIT_S)
+            self._exit = self.poll() or _describe(self.pid, self._popen.wait(_TEAR_DOWN_S))
+            self._popen.wait(_TEAR_DOWN_S)
         except subprocess.TimeoutExpired:  # in the hands of a driver: nobody can do more about it
             _logger.warning("process %d does not end, though it was killed", self.pid)
             self._exit = ProcessExit(self.pid, None, None)
-        self._exit = self.poll() or self._exit or ProcessExit.of(self.pid, self._popen.wait())
         self._close_pipes()
         if self._scratch_dir is not None:
             shutil.rmtree(self._scratch_dir, ignore_errors=True)
@@ -334,6 +298,16 @@ def _open_pidfd(pid: int) -> int | None:
     except OSError:
         # An old kernel, a sandbox, no descriptor left, or a host that ignores SIGCHLD and a child that is gone by now.
         return None
+
+
+def _describe(pid: int, returncode: int) -> ProcessExit:
+    if returncode >= 0:
+        return ProcessExit(pid, returncode, None)
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:
+        name = f"signal {-returncode}"
+    return ProcessExit(pid, None, name)
 
 
 class _LinePump:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import anyio
 
 from anyengine.exceptions import EngineDeadError, EngineStartupError, StartupTimeout
 
-from .child import Child
+from .child import ProcessExit
 from .status import Status, decode_status
 
-__all__ = ["SupervisedEngine"]
+__all__ = ["Child", "SupervisedEngine"]
 
 _logger = logging.getLogger("anyengine.engine")
 
@@ -26,6 +27,27 @@ _MAX_LOG_BYTES = 1 << 16  # of a line on standard output: spelling out 1 MiB tha
 
 _STAGES = frozenset({"importing", "configuring", "resolving", "downloading", "loading", "handshake", "ready", "failed"})
 """What a status line can report; a line with any other stage is somebody's output that happens to be JSON."""
+
+
+class Child(Protocol):
+    """What is supervised: a process (:class:`~.child.ChildProcess`), or a task that stands in for one
+    (:class:`~.task_child.TaskChild`)."""
+
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def exited(self) -> anyio.Event: ...
+    def stderr_tail(self, lines: int = 50) -> tuple[str, ...]: ...
+    async def watch(self, on_stdout_line: Callable[[bytes], None], on_stderr_line: Callable[[str], None]) -> None: ...
+    @property
+    def killed_orphans(self) -> Sequence[int]: ...
+    async def wait_orphans(self, on_stderr_line: Callable[[str], None], limit_s: float) -> None: ...
+    def poll(self) -> ProcessExit | None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+    def reap(self) -> ProcessExit: ...
 
 
 class SupervisedEngine:
@@ -83,7 +105,8 @@ class SupervisedEngine:
         error = self.status.error
         cause = f"{error.type}: {error.message}" if error else None
         return EngineStartupError(
-            f"{self.name} {ended} at stage {self._last_stage!r}" + (f": {cause}" if cause else ", without saying why"),
+            f"engine {self.rank} ({self.child.name}) {ended} at stage {self._last_stage!r}"
+            + (f": {cause}" if cause else ", without saying why"),
             rank=self.rank,
             pid=self.child.pid,
             exit_code=ended.exit_code if ended else None,
@@ -96,7 +119,7 @@ class SupervisedEngine:
     def handshake_error(self, trouble: Exception) -> EngineStartupError:
         """The process said something, on its way to ready, that makes no sense."""
         error = EngineStartupError(
-            f"{self.name}: its handshake makes no sense: {trouble}",
+            f"engine {self.rank} ({self.child.name}): its handshake makes no sense: {trouble}",
             rank=self.rank,
             pid=self.child.pid,
             stderr_tail=self.child.stderr_tail(),
@@ -110,7 +133,7 @@ class SupervisedEngine:
         seconds = self.stage_seconds
         spent = ", ".join(f"{stage} {value:.1f} s" for stage, value in seconds.items())
         return StartupTimeout(
-            f"{self.name} is not ready after startup_timeout_s={timeout_s:g}{also_late}; "
+            f"engine {self.rank} ({self.child.name}) is not ready after startup_timeout_s={timeout_s:g}{also_late}; "
             f"stage reached: {self.status.stage!r} ({spent})",
             rank=self.rank,
             pid=self.child.pid,
@@ -124,19 +147,14 @@ class SupervisedEngine:
         ended = self.child.poll()
         error = self.status.error  # what it reported before it went
         return kind(
-            f"{self.name} {ended or f'lives, but {symptom}'}" + (f": {error.type}: {error.message}" if error else ""),
+            f"engine {self.rank} ({self.child.name}) {ended or f'lives, but {symptom}'}"
+            + (f": {error.type}: {error.message}" if error else ""),
             rank=self.rank,
             pid=self.child.pid,
             exit_code=ended.exit_code if ended else None,
             signal=ended.signal if ended else None,
             stderr_tail=self.child.stderr_tail(),
         )
-
-    @property
-    def name(self) -> str:
-        """What it is called in messages."""
-        where = "in this process" if self.child.pid is None else f"pid {self.child.pid}"
-        return f"engine {self.rank} ({where})"
 
     @property
     def _last_stage(self) -> str:
@@ -171,4 +189,4 @@ class SupervisedEngine:
     def _take_log(self, line: str) -> None:
         # Rule 5: an application's logging filter or handler fails alone. Reporting that could only fail again.
         with suppress(Exception):
-            _logger.info("(engine %d pid=%s) %s", self.rank, self.child.pid or "-", line)
+            _logger.info("(engine %d %s) %s", self.rank, self.child.name.replace(" ", "="), line)

@@ -14,7 +14,7 @@ checked before the first one is sent, so a wrong type can never cut a multipart 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
 
 from anyio import BrokenResourceError
 
@@ -28,12 +28,13 @@ __all__ = [
     "MessageReceiver",
     "MessageSender",
     "MessageSocket",
-    "PeerEvent",
-    "PeerMonitor",
     "PeerUnreachable",
     "ReceivedPart",
     "SendablePart",
     "TransportStatistics",
+    "Watchable",
+    "WatchableReceiver",
+    "WatchableSocket",
 ]
 
 ReceivedPart: TypeAlias = bytes | memoryview
@@ -50,15 +51,6 @@ class PeerUnreachable(BrokenResourceError):
 
     def __str__(self) -> str:
         return f"no peer with identity {self.identity.hex(' ')} is connected"
-
-
-@dataclass(frozen=True, slots=True)
-class PeerEvent:
-    """A connection came or went. ``connection`` pairs the two, until the number is used again."""
-
-    kind: Literal["connected", "disconnected"]
-    connection: int
-    address: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,29 +141,25 @@ class MessageSocket(MessageReceiver, MessageSender, Protocol):
     """Both ends in one."""
 
 
-class PeerMonitor(Protocol):
-    """An asynchronous iterator of :class:`PeerEvent`; ends when the watched socket or the monitor is closed.
+class Watchable(Protocol):
+    """A listening socket whose peers can be watched (:mod:`.monitor`)."""
 
-    One task iterates. Events are queued from the moment the monitor is opened.
-    """
+    def attach_monitor(self, events: int) -> MessageReceiver:
+        """A socket that tells which peers come and go, in the words of libzmq's socket monitor, until this one is
+        closed. ``events`` are libzmq's bits.
 
-    def __aiter__(self) -> Self: ...
-
-    async def __anext__(self) -> PeerEvent:
-        """The next event.
-
-        Cancellation: loses no event.
+        Raises:
+            BrokenResourceError: it is being watched already; the cause is attached.
         """
         ...
 
-    def close(self) -> None:
-        """Stop watching; a parked iteration ends. Idempotent."""
 
-    def __enter__(self) -> Self: ...
+class WatchableReceiver(MessageReceiver, Watchable, Protocol):
+    """Receives from peers that can be watched."""
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None, /
-    ) -> None: ...
+
+class WatchableSocket(MessageSocket, Watchable, Protocol):
+    """Both ends in one, with peers that can be watched."""
 
 
 class ClientEndpoints(Protocol):
@@ -182,10 +170,10 @@ class ClientEndpoints(Protocol):
     def handshake(self) -> MessageSocket | None: ...
 
     @property
-    def inputs(self) -> MessageSocket: ...
+    def inputs(self) -> WatchableSocket: ...
 
     @property
-    def outputs(self) -> MessageReceiver: ...
+    def outputs(self) -> WatchableReceiver: ...
 
     @property
     def handshake_address(self) -> str | None: ...
@@ -195,14 +183,6 @@ class ClientEndpoints(Protocol):
 
     @property
     def output_address(self) -> str: ...
-
-    def watch_inputs(self) -> PeerMonitor:
-        """Watch the connections of :attr:`inputs` from now on. Once."""
-        ...
-
-    def watch_outputs(self) -> PeerMonitor:
-        """Watch the connections of :attr:`outputs` from now on. Once."""
-        ...
 
     def close(self) -> None:
         """Close all three sockets and free what they used. Idempotent; never blocks on unsent data."""

@@ -19,7 +19,6 @@ import zmq
 from anyio import BrokenResourceError
 
 from anyengine._environment import RPC_BASE_PATH
-from anyengine._transport.monitor import SocketMonitor, open_monitor
 from anyengine._transport.zmq_socket import ZmqSocket
 
 if TYPE_CHECKING:
@@ -104,14 +103,6 @@ class Endpoints:
             self.inputs, self.input_address = bind(places.inputs, zmq.ROUTER, _ROUTER_OPTIONS)
             self.outputs, self.output_address = bind(places.outputs, zmq.PULL, _PULL_OPTIONS)
             self._undo = undo.pop_all()
-
-    def watch_inputs(self) -> SocketMonitor:
-        """See :class:`~anyengine._transport.abc.ClientEndpoints`."""
-        return open_monitor(self.inputs)
-
-    def watch_outputs(self) -> SocketMonitor:
-        """See :class:`~anyengine._transport.abc.ClientEndpoints`."""
-        return open_monitor(self.outputs)
 
     def close(self) -> None:
         """Close the sockets, end the context, remove the directory. Idempotent; never waits for unsent data.

@@ -1,4 +1,4 @@
-"""Peers that connect to a socket and leave it, as libzmq's socket monitor tells them.
+"""Peers that connect to a socket and leave it, as libzmq's socket monitor tells them; in memory too.
 
 Owns the reading of monitor messages. Does not decide what the loss of a peer means.
 """
@@ -6,19 +6,18 @@ Owns the reading of monitor messages. Does not decide what the loss of a peer me
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
 import zmq
 from anyio import ClosedResourceError
 
-from anyengine._transport.abc import PeerEvent
-
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from anyengine._transport.zmq_socket import ZmqSocket
+    from anyengine._transport.abc import MessageReceiver, Watchable
 
-__all__ = ["PeerEvent", "SocketMonitor", "open_monitor"]
+__all__ = ["PeerEvent", "PeerMonitor", "open_monitor"]
 
 _KINDS: dict[int, Literal["connected", "disconnected"]] = {
     zmq.EVENT_ACCEPTED: "connected",
@@ -28,10 +27,22 @@ _KINDS: dict[int, Literal["connected", "disconnected"]] = {
 _WATCHED = int(zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
 
 
-class SocketMonitor:
-    """A :class:`~anyengine._transport.abc.PeerMonitor` of a ZeroMQ socket. Connections are libzmq's descriptors."""
+@dataclass(frozen=True, slots=True)
+class PeerEvent:
+    """A connection came or went. ``connection`` (libzmq's descriptor) pairs the two, until the number is used again."""
 
-    def __init__(self, source: ZmqSocket) -> None:
+    kind: Literal["connected", "disconnected"]
+    connection: int
+    address: str
+
+
+class PeerMonitor:
+    """An asynchronous iterator of :class:`PeerEvent`; ends when the watched socket or the monitor is closed.
+
+    One task iterates. Events are queued from the moment the monitor is opened.
+    """
+
+    def __init__(self, source: MessageReceiver) -> None:
         self._source = source
 
     def __aiter__(self) -> Self:
@@ -66,10 +77,10 @@ class SocketMonitor:
         self.close()
 
 
-def open_monitor(socket: ZmqSocket) -> SocketMonitor:
+def open_monitor(socket: Watchable) -> PeerMonitor:
     """Watch the connections of ``socket`` from now on. A socket can be watched once in its life.
 
     Raises:
         BrokenResourceError: it is being watched already; the cause is attached.
     """
-    return SocketMonitor(socket.attach_monitor(_WATCHED))
+    return PeerMonitor(socket.attach_monitor(_WATCHED))

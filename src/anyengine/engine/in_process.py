@@ -16,36 +16,39 @@ from queue import SimpleQueue
 import anyio
 
 from anyengine._process.status import Status
-from anyengine._process.task_process import TaskProcess
+from anyengine._process.task_child import TaskExit, TaskHost
 from anyengine._protocol.handshake import EngineHandshake
 from anyengine._transport.abc import SendablePart
 from anyengine._transport.mailbox import Mailbox
-from anyengine._transport.memory_endpoints import MemoryLink
+from anyengine._transport.memory import MemoryLink
 from anyengine._wire import ENGINE_CORE_DEAD, Dialect, EngineCoreOutputs, EngineCoreReadyResponse, dialect_for
 from anyengine.config import EmbeddedEngine
 from anyengine.engine.serving.busy_loop import BusyLoop
 from anyengine.engine.serving.io_threads import Command, StopEngine, decode_command, encode_outputs
 from anyengine.engine.start import create_core, failure_status
 
-__all__ = ["run_in_thread"]
+__all__ = ["serve_in_thread"]
 
 
-async def run_in_thread(config: EmbeddedEngine, rank: int, link: MemoryLink, process: TaskProcess) -> int:
-    """Run our engine core behind ``link`` until it is told to stop; its exit code.
+async def serve_in_thread(config: EmbeddedEngine, link: MemoryLink, rank: int, host: TaskHost) -> None:
+    """Run our engine core behind ``link`` until it is told to stop.
+
+    Raises:
+        TaskExit: it has failed, and reported why.
 
     Cancellation: stops the engine, and waits for its thread.
     """
-    process.report(Status("handshake"))
+    host.report(Status("handshake"))
     socket, handshake = link.connect_handshake(), EngineHandshake()
     socket.send_nowait([handshake.hello()])
     [[init, *_]] = await socket.drain(1)
     handshake.receive_init(init)
-    thread = _EngineThread(config, rank, link, process, lambda: socket.send_nowait([handshake.ready()]))
+    thread = _EngineThread(config, rank, link, host, lambda: socket.send_nowait([handshake.ready()]))
     with closing(thread):
+        host.on_terminate = thread.stop
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(thread.forward_commands)
-                tasks.start_soon(thread.stop_when, process.terminated)
                 await thread.relay()
                 tasks.cancel_scope.cancel()
         finally:
@@ -55,7 +58,8 @@ async def run_in_thread(config: EmbeddedEngine, rank: int, link: MemoryLink, pro
                 # with its present step.
                 with anyio.CancelScope(shield=True):
                     await thread.relay()
-    return thread.exit_code
+    if thread.exit_code:
+        raise TaskExit(thread.exit_code)
 
 
 class _EngineThread:
@@ -69,13 +73,13 @@ class _EngineThread:
         config: EmbeddedEngine,
         rank: int,
         link: MemoryLink,
-        process: TaskProcess,
+        host: TaskHost,
         announce: Callable[[], None],
     ) -> None:
         self._config = config
         self._rank = rank
         self._link = link
-        self._process = process
+        self._host = host
         self._announce = announce
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._mailbox: Mailbox[Callable[[], None]] = Mailbox()
@@ -106,11 +110,6 @@ class _EngineThread:
             for frames in await self._inputs.drain():
                 self._commands.put(decode_command(self._dialect, frames, input_index=0))
 
-    async def stop_when(self, terminated: anyio.Event) -> None:
-        """Stop gracefully when told to."""
-        await terminated.wait()
-        self.stop()
-
     def stop(self) -> None:
         """Ask the engine to stop gracefully: its requests end with ABORT. Idempotent."""
         if not self._stopping:
@@ -128,7 +127,7 @@ class _EngineThread:
         self._dialect = dialect
         self._inputs.send_nowait([dialect.encode_ready(response)])
         self._announce()
-        self._process.report(Status("ready"))
+        self._host.report(Status("ready"))
         self._ready.set()
 
     def _end(self, exit_code: int) -> None:
@@ -163,8 +162,8 @@ class _EngineThread:
             exit_code = 0
         except BaseException as exc:  # noqa: BLE001 - whatever ends an engine is reported, as in a process
             for line in traceback.format_exc().splitlines():
-                self._mailbox.put(partial(self._process.log, line))
-            self._mailbox.put(partial(self._process.report, failure_status(exc)))
+                self._mailbox.put(partial(self._host.log, line))
+            self._mailbox.put(partial(self._host.report, failure_status(exc)))
         finally:
             self._mailbox.put(partial(self._end, exit_code))
 
@@ -172,7 +171,7 @@ class _EngineThread:
         """Raises _StopLoading if nobody wants the model any more."""
         if self._stopping:
             raise _StopLoading
-        self._mailbox.put(partial(self._process.report, status))
+        self._mailbox.put(partial(self._host.report, status))
 
     def _in_thread_send(self, frames: Sequence[SendablePart]) -> None:
         self._mailbox.put(partial(self._outputs.send_nowait, frames))

@@ -17,8 +17,8 @@ from anyio.abc import TaskGroup
 from anyengine._process.launch import launch_engine
 from anyengine._process.status import Status
 from anyengine._process.supervisor import SupervisedEngine
-from anyengine._transport.abc import PeerMonitor, PeerUnreachable
-from anyengine._transport.monitor import open_monitor
+from anyengine._transport.abc import PeerUnreachable
+from anyengine._transport.monitor import PeerMonitor, open_monitor
 from anyengine._wire import (
     EngineAddresses,
     HandshakeInit,

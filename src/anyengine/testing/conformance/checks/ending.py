@@ -28,7 +28,7 @@ def _process(link: EngineLink) -> SupervisedEngine:
 
 
 def _child(process: SupervisedEngine) -> ChildProcess:
-    assert isinstance(process.child, ChildProcess)
+    assert isinstance(process.child, ChildProcess)  # this suite starts nothing else
     return process.child
 
 
