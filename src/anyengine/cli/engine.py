@@ -148,6 +148,7 @@ def serve_front_end(options: EngineOptions, engine: EmbeddedEngine) -> None:
         Exception: whatever the start-up or the engine raised.
     """
     # Below the argument checks, which are quick: these import the engine.
+    from anyengine.engine.models.resolve import resolve_model
     from anyengine.engine.serving.lifeline import Lifeline
     from anyengine.engine.serving.server import Attachment
     from anyengine.engine.start import run_attached_engine
@@ -176,6 +177,8 @@ def serve_front_end(options: EngineOptions, engine: EmbeddedEngine) -> None:
     lifeline = Lifeline(None)
     lifeline.watch()
     try:
+        if options.runner is None:
+            resolve_model(engine.model, report)  # a model that is not there is not worth waiting for a front end
         run_attached_engine(attachment, engine, report=report, on_stop=lifeline.on_stop)
     finally:
         progress.close()
