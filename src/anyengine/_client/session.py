@@ -33,6 +33,7 @@ from anyengine.exceptions import (
 )
 
 from .burials import Burials, RankDeath
+from .fences import FencePassed, Fences
 from .liveness import Liveness
 from .send_budget import SendBudget
 from .settings import ClientState, Notification, SessionSettings
@@ -46,7 +47,7 @@ _MAX_HANDLERS = 256  # at a time: a reconfiguration notifies once for each rank 
 ArgsT = TypeVarTuple("ArgsT")
 
 
-SessionItem: TypeAlias = EngineCoreOutputs | UtilityReply | RankDeath | EngineDeadError
+SessionItem: TypeAlias = EngineCoreOutputs | UtilityReply | FencePassed | RankDeath | EngineDeadError
 """What travels through the session's stream, in the order received; the error that ends the session is the last
 item."""
 
@@ -78,6 +79,9 @@ class Session:
         self.feed, self.stream = anyio.create_memory_object_stream[SessionItem](math.inf)
         self.liveness: Liveness = Liveness(self, self.ranks)
         self.send_budget: SendBudget = SendBudget(self, self.ranks, settings.max_unread_bytes)
+        self.fences: Fences = Fences(self)
+        self.on_room: Callable[[], None] = _nothing
+        """Called when there may be room for a request where there was none."""
         self.notification_failures: int = 0
         self._handlers_running = 0
         self._messages_dropped = 0
@@ -319,6 +323,10 @@ class Session:
                 _logger.exception("the handler of %r failed", notification)
         finally:
             self._handlers_running -= 1
+
+
+def _nothing() -> None:
+    """Nobody waits for room."""
 
 
 def _is_worth_a_line(count: int) -> bool:
