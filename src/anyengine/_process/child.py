@@ -25,13 +25,14 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 
-from .orphans import kill_all_but_trackers
+from .orphans import kill_all_but_trackers, wait_ended
 
 __all__ = ["ChildProcess", "ProcessExit"]
 
 _STDERR_TAIL_LINES = 200
 _STDERR_TAIL_CHARS = 4096  # of each line: the tail is for a person to read
 _TRACKER_GRACE_S = 2.0  # for a resource tracker, once those that it serves are gone
+_TEAR_DOWN_S = 2.0  # for the kernel, once a process has been killed; milliseconds, unless it holds very much
 _READ_BYTES = 16384
 _MAX_STDIN_BYTES = 60_000  # a pipe takes 64 KiB without blocking
 # A child that never ends its line must fill neither our memory nor our time. A status line is whole or useless; a log
@@ -45,9 +46,10 @@ class ProcessExit:
     """How a process ended: ``exit_code`` or ``signal`` (a name such as ``"SIGKILL"``), the other is ``None``.
 
     Both are ``None`` if someone else took its exit status: the host, which ignores SIGCHLD or waits for any child.
+    ``pid`` is ``None`` for what only stands in for a process.
     """
 
-    pid: int
+    pid: int | None
     exit_code: int | None
     signal: str | None
 
@@ -111,6 +113,11 @@ class ChildProcess:
         except BaseException:  # KeyboardInterrupt, for one: nobody else knows the child yet
             self.reap()
             raise
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return f"pid {self.pid}"
 
     def stderr_tail(self, lines: int = 50) -> tuple[str, ...]:
         """The last lines of its standard error, oldest first."""
@@ -241,13 +248,17 @@ class ChildProcess:
     def reap(self) -> ProcessExit:
         """Collect the ended process and close its pipes. Synchronous, idempotent; :meth:`watch` must have ended.
 
-        Blocks for the moment that the kernel needs to tear a killed process down; and, if :meth:`wait_orphans` was not
+        Blocks for the moment that the kernel needs to tear killed processes down; and, if :meth:`wait_orphans` was not
         called or cut short, for ``orphans_grace_s``.
         """
         self.kill()
         if self._orphans_grace_s:
             self._wait_orphans_blocking()
             self.kill()
+        if self._popen.returncode is None and hasattr(os, "waitid"):
+            with suppress(ChildProcessError):  # somebody else has reaped it
+                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+                wait_ended(self.pid, _TEAR_DOWN_S)  # what it had started, while the group's id is its own
         self._exit = self.poll() or _describe(self.pid, self._popen.wait())
         self._popen.wait()
         self._close_pipes()
