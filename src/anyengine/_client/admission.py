@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import anyio
 
-from anyengine.exceptions import EngineError, OverloadedError
+from anyengine.exceptions import EngineError, OverloadedError, RequestError
 
 if TYPE_CHECKING:
     from .session import Session
@@ -104,6 +104,11 @@ class Admission:
         self.rejections: dict[Reason, int] = {"requests": 0, "tokens": 0, "bytes": 0, "closed": 0}
 
     # --------------------------------------------------------------------- the gate
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anybody is let in."""
+        return self._closed is None
 
     def close(self, error: Callable[[], EngineError], *, wait: bool | None = None) -> None:
         """Let nobody in from now on: they fail with ``error``, or wait for :meth:`open` (``None``: as the client was
@@ -255,7 +260,10 @@ class Admission:
     def _refusal(self, ticket: Ticket, reason: Reason) -> EngineError:
         self.rejections[reason] += 1
         if self._closed is not None:
-            return self._closed()
+            refusal = self._closed()
+            if isinstance(refusal, RequestError):
+                refusal.request_id = ticket.label
+            return refusal
         settings, requests = self._settings, self._session.connection.requests
         what = {
             "requests": f"{self.num_outstanding} requests are in flight or being prepared, {len(self._arrivals)} wait "

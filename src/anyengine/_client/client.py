@@ -145,11 +145,6 @@ class EngineClient(RequestControl, EngineOperations):
     def _caller(self) -> EngineCoreClient:
         return self._core
 
-    def _expect_aborts(self) -> None:
-        self._core.usable_session()
-        for state in self._entered_desk().live():
-            state.abort_expected = True
-
     def _entered_desk(self) -> RequestDesk:
         if self._desk is None:
             raise ClientClosedError("the client has not been entered; use it inside `async with`")

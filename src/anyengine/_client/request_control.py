@@ -6,8 +6,10 @@ Owns the public methods for it. How a single request lives is :mod:`.request_str
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Literal, TypeAlias, Unpack
 
+from anyengine.exceptions import EngineAsleepError
 from anyengine.params import SamplingParams
 
 from .core_client import EngineCoreClient
@@ -140,6 +142,21 @@ class RequestControl:
         self._core.usable_session()
         self._entered_desk().admission.check(n)
 
+    def _close_admission(self, engine_is: str, *, ends_requests: bool) -> bool:
+        """See :class:`EngineOperations`."""
+        self._core.usable_session()
+        desk = self._entered_desk()
+        was_open = desk.admission.is_open
+        desk.admission.close(partial(_asleep, engine_is))
+        if ends_requests:
+            for state in desk.live():
+                state.abort_expected = True
+        return was_open
+
+    def _open_admission(self) -> None:
+        """See :class:`EngineOperations`."""
+        self._entered_desk().admission.open()
+
     async def _abort(self, states: Sequence[RequestState], timeout_s: float | None) -> tuple[str, ...]:
         desk, session = self._entered_desk(), self._core.usable_session()
         aborted = desk.abort(states)
@@ -148,3 +165,11 @@ class RequestControl:
             await session.fences.wait(ranks.intersection(session.connection.rota.serving), Patience(timeout_s))
             self._core.usable_session()
         return aborted
+
+
+def _asleep(engine_is: str) -> EngineAsleepError:
+    remedy = "wake_up()" if engine_is == "asleep" else "resume_generation()"
+    return EngineAsleepError(
+        f"the engine is {engine_is}, or is about to be, since this client asked for it: {remedy} lets requests in "
+        "again; nothing was sent"
+    )
