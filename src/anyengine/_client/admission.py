@@ -156,7 +156,6 @@ class Admission:
             self._let_in.add(ticket)
             self._preparing_seqs += ticket.num_seqs
             self._preparing_bytes += ticket.size_bytes
-            self._pace.let_in += ticket.num_seqs
 
     async def clear(self, ticket: Ticket, num_tokens: int) -> None:
         """:meth:`enter` for the last step: the request, of so many prompt tokens, must be sent without another await.
@@ -275,7 +274,7 @@ class Admission:
         return OverloadedError(
             f"no request is taken now: {what}; nothing was sent",
             reason=reason,
-            retry_after_s=self._pace.retry_after_s(ticket.num_seqs, self.num_outstanding),
+            retry_after_s=self._pace.retry_after_s(ticket.num_seqs, requests.num_ended),
             request_id=ticket.label,
         )
 
@@ -284,17 +283,17 @@ class _Pace:
     """How fast requests have been ending of late."""
 
     def __init__(self) -> None:
-        self.let_in = 0
         self._since_s = anyio.current_time()
         self._ended_before = 0
         self._rate: float | None = None  # ends per second
 
-    def retry_after_s(self, num_seqs: int, num_outstanding: int) -> float | None:
-        """When ``num_seqs`` more will have ended, if they go on like this; ``None``: none has ended yet."""
-        now_s, ended = anyio.current_time(), self.let_in - num_outstanding
-        elapsed_s, count = now_s - self._since_s, ended - self._ended_before
+    def retry_after_s(self, num_seqs: int, num_ended: int) -> float | None:
+        """When ``num_seqs`` more will have ended, if they go on as they did up to ``num_ended``; ``None``: none has
+        ended yet."""
+        now_s = anyio.current_time()
+        elapsed_s, count = now_s - self._since_s, num_ended - self._ended_before
         if elapsed_s > 0 and count > 0:
             self._rate = count / elapsed_s
         if elapsed_s > _WINDOW_S:
-            self._since_s, self._ended_before = now_s, ended
+            self._since_s, self._ended_before = now_s, num_ended
         return None if self._rate is None else num_seqs / self._rate

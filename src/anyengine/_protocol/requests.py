@@ -83,6 +83,8 @@ class RequestRegistry:
     live: dict[str, RequestEntry] = field(default_factory=dict)
     late_outputs: int = 0
     aborts: AbortLedger = field(default_factory=AbortLedger)
+    num_ended: int = 0
+    """How many have left, in whatever way."""
     num_queued_tokens: int = 0
     """Prompt tokens of the requests that have had no output yet."""
     read_bytes: dict[int, int] = field(default_factory=dict)
@@ -177,5 +179,6 @@ class RequestRegistry:
             self.read_bytes[entry.rank] = entry.sent_bytes
 
     def _leave(self, entry: RequestEntry) -> None:
+        self.num_ended += 1
         if entry.stage is _Stage.QUEUED:
             self.num_queued_tokens -= entry.num_prompt_tokens
