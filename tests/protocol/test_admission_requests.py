@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from protocol_pieces import Consumer, nothing, output, request
 
@@ -248,6 +249,28 @@ def test_every_release_is_judged_by_what_it_reads(dialect: Any) -> None:
             connection.add(bad, 0, Consumer())
         assert caught.value.parameter is not None and caught.value.parameter.startswith(parameter)
     assert list(connection.requests.live) == ["a"]
+
+
+@pytest.mark.parametrize("dialect", [DIALECTS[0], NEWEST], ids=repr)
+def test_what_cannot_be_compared_is_refused_wherever_it_stands(dialect: Any) -> None:
+    """Arrays: even ``==`` raises on them."""
+    connection = Connection({0: dialect}, call_id_prefix=1, limits={0: LIMITS})
+    array = np.arange(4)
+    spoilt = {name: request() for name in EngineCoreRequest.__struct_fields__}
+    for name, it in spoilt.items():
+        setattr(it, name, array)
+    spoilt |= {f"sampling_params.{name}": sampling(**{name: array}) for name in WireSamplingParams.__struct_fields__}
+    lost = []
+    for path, it in spoilt.items():
+        try:
+            lost.append(connection.check(it, 0))
+        except (RequestRejected, EncodeError, LocalProtocolError) as exc:
+            words = str(exc)
+            assert path.rpartition(".")[2] in words, words
+    plain = dialect.encode_add(request()), dialect.encode_add(sampling())
+    assert all(list(frames) in plain for frames in lost)
+    assert not (lost and dialect is NEWEST)
+    assert not connection.requests.live
 
 
 def test_what_an_engine_was_not_started_with() -> None:

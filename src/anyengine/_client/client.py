@@ -19,12 +19,14 @@ from anyengine.config import EmbeddedEngine, EngineSettings
 from anyengine.exceptions import ClientClosedError, EngineDeadError
 from anyengine.outputs import PoolingOutput
 from anyengine.params import PoolingParams, SamplingParams
+from anyengine.policies import RestartPolicy
 
 from .admission import AdmissionSettings
 from .core_client import EngineCoreClient
 from .deadlines import time_limits
 from .engine_limits import common_limits
 from .events import ClientEvents
+from .health import ClientHealth, HealthLevel, examine
 from .model_files import load_model_files
 from .notifications import Notification
 from .operations import EngineOperations
@@ -57,6 +59,8 @@ class EngineClient(RequestControl, EngineOperations):
             prompt is taken when no other one waits.
         admission: what becomes of a request that one of these limits keeps out, or a pause: ``"reject"`` raises
             :class:`OverloadedError` or :class:`EngineAsleepError` at once, ``"wait"`` has it wait its turn.
+        restart: start an engine again that dies once it was ready, and what becomes of the requests meanwhile.
+            ``None``: its death is final.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class EngineClient(RequestControl, EngineOperations):
         on_death: Literal["report", "cancel"] = "report",
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
+        restart: RestartPolicy | None = None,
     ) -> None:
         named: object = model
         if named is not None and not isinstance(named, str):
@@ -93,6 +98,7 @@ class EngineClient(RequestControl, EngineOperations):
             on_death=on_death,
             on_progress=on_progress,
             on_notification=on_notification,
+            restart=restart,
         )
         self._admission = AdmissionSettings(max_num_queued_reqs, max_num_queued_tokens, admission)
         self._context: AbstractAsyncContextManager[None] | None = None
@@ -303,6 +309,21 @@ class EngineClient(RequestControl, EngineOperations):
         Cancellation: safe.
         """
         return await self._core.ping(timeout_s, rank=rank)
+
+    async def health(self, level: HealthLevel = "rpc", *, timeout_s: float = 5.0) -> ClientHealth:
+        """How every rank is, asked side by side, in ``timeout_s`` at most. A bad answer is no death.
+
+        ``"process"`` asks nothing: what is known. ``"rpc"`` asks each main loop for a sign of life: a hung one is
+        silent. ``"generate"`` also has each rank that takes requests generate one token: a main loop that answers and
+        schedules nothing is wedged. Never raises for an engine: ``raise_unhealthy()`` of the result does.
+
+        Raises:
+            ValueError: there is no such level.
+            WrongLoopError: called from another thread than the one that entered the client.
+
+        Cancellation: safe; nothing is left in the engines.
+        """
+        return await examine(self._core, level, timeout_s)
 
     def statistics(self) -> dict[str, int]:
         """Counters of this session; see :meth:`EngineCoreClient.statistics`. Besides: requests that wait to be sent,

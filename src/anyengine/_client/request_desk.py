@@ -117,7 +117,8 @@ class RequestDesk:
             request.lora_request = None
             with in_users_words(request.external_req_id or ""):
                 connection = self._session.connection
-                connection.check(request, connection.rota.alive[0])  # it may be dying: loading will tell
+                ranks = connection.rota.alive or connection.ranks
+                connection.check(request, ranks[0])  # it may be dying: loading will tell
             await self._readiness.load(adapter, builder.limits.max_loras)
         length = prepared.tensor.shape[0] if isinstance(prepared, Embeddings) else _length(prepared)
         await self.admission.clear(ticket, length)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Self
 
 import anyio
 from msgspec.structs import replace
 
-from anyengine.exceptions import EngineError, OutputProcessingError, RequestError
+from anyengine.exceptions import EngineDeadError, EngineError, OutputProcessingError, RequestError
 from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind, SamplingParams
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from anyengine._text import Detokenizer
 
 __all__ = ["RequestStream"]
-
-ErrorT = TypeVar("ErrorT", bound=EngineError)
 
 
 class RequestStream:
@@ -263,7 +261,7 @@ class RequestStream:
         """
         if self._over:
             if self._error is not None:
-                raise self._error.for_waiter()
+                raise self._own(self._error)
             raise StopAsyncIteration
         if self._busy:
             raise anyio.BusyResourceError("iterating over")
@@ -297,8 +295,8 @@ class RequestStream:
             self._token_ids += ids
             if self._scores is not None:
                 self._take_scores(self._scores, state)
-            self._over, self._error = True, self._with_partial(state.error)
-            raise self._error.for_waiter()
+            self._over, self._error = True, state.error
+            raise self._own(state.error)
         finished = state.finish_reason is not None
         try:
             text = self._detokenize(ids, state, finished=finished)
@@ -352,11 +350,20 @@ class RequestStream:
             f"cannot process the output of request {state.label!r}: {exc!r}", request_id=state.label
         )
         error.__cause__ = exc
-        self._error = self._with_partial(error)
+        self._error = error
+        error.partial = self._partial()
         return error
 
-    def _with_partial(self, error: ErrorT) -> ErrorT:
-        if isinstance(error, RequestError) and self._state is not None:
-            text, ids = "".join(self._text), self._token_ids.copy()
-            error.partial = self._output(text, ids, self._state, everything=True)
-        return error
+    def _own(self, error: EngineError) -> EngineError:
+        """A copy of ``error`` for the consumer, which may be everybody's: what is known of this request is in it."""
+        own = error.for_waiter()
+        if isinstance(own, RequestError | EngineDeadError):
+            own.request_id = self._label
+            own.partial = self._partial()
+        return own
+
+    def _partial(self) -> RequestOutput | None:
+        """All that was delivered, as one output."""
+        if self._state is None:
+            return None
+        return self._output("".join(self._text), self._token_ids.copy(), self._state, everything=True)

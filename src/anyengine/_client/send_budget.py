@@ -54,10 +54,15 @@ class SendBudget:
         return self._unread_bytes(rank) + coming_bytes < self._limit_bytes
 
     def any_room(self, coming_bytes: int = 0) -> bool:
-        """Whether something may be sent to some rank that serves; or none serves, and sending will tell why."""
+        """Whether something may be sent to some rank that serves; or none serves and none is waited for: sending will
+        tell why."""
         session = self._session
-        serving = () if session.cause is not None else session.connection.rota.serving
-        return not serving or any(self.has_room(rank, coming_bytes) for rank in serving)
+        if session.cause is not None:
+            return True
+        serving = session.connection.rota.serving
+        if not serving:
+            return not session.restarts.are_awaited
+        return any(self.has_room(rank, coming_bytes) for rank in serving)
 
     async def wait_room(self) -> None:
         """Wait until :meth:`any_room`.
@@ -85,6 +90,11 @@ class SendBudget:
         if mark_bytes > account.read_bytes:
             account.read_bytes = mark_bytes
             self.wake()
+
+    def forget(self, rank: int) -> None:
+        """The engine of ``rank`` is another one now."""
+        self._accounts[rank] = _Account()
+        self._session.connection.requests.read_bytes.pop(rank, None)
 
     def wake(self) -> None:
         """There may be room, or ranks have died, or the session has ended: whoever waits looks again."""

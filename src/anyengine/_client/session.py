@@ -35,6 +35,7 @@ from .burials import Burials, RankDeath
 from .fences import FencePassed, Fences
 from .liveness import Liveness
 from .notifications import Notification, Notifications, is_worth_a_line
+from .restarts import Restarts
 from .send_budget import SendBudget
 from .settings import SessionSettings
 
@@ -78,6 +79,7 @@ class Session:
         self.registrations: dict[int, EngineCoreReadyResponse | None] = {}
         self.merged_registration: EngineCoreReadyResponse | None = None
         self.burials: Burials = Burials(self, self.ranks)
+        self.restarts: Restarts = Restarts(self)
         self.feed, self.stream = anyio.create_memory_object_stream[SessionItem](math.inf)
         self.liveness: Liveness = Liveness(self, self.ranks)
         self.send_budget: SendBudget = SendBudget(self, self.ranks, settings.max_unread_bytes)
@@ -121,6 +123,17 @@ class Session:
             remedy = f"use one of {', '.join(map(str, self.ranks))}"
             raise RequestRejected(f"there is no rank {rank!r}", parameter=parameter, value=rank, remedy=remedy)
         return rank
+
+    def is_lost(self, rank: int) -> bool:
+        """Whether nothing can be said to the rank any more."""
+        return rank in self.burials.deaths and rank not in self.restarts.pending
+
+    def down(self) -> EngineDeadError:
+        """What a call deserves that needs a rank, when none lives: one of them is being started again."""
+        rank = min(self.restarts.pending)
+        error = self.burials.death(rank)
+        error.args = (f"engine {rank} is being started again; it died before: {error.args[0]}",)
+        return error
 
     def send(self, rank: int, frames: Frames) -> None:
         """Send one message to an engine. Synchronous.
@@ -247,12 +260,14 @@ class Session:
     def receive(self, messages: list[Message]) -> None:
         """Decode what came over the output socket and hand it over."""
         now_s = anyio.current_time()
-        last_heard_s = self.liveness.last_heard_s
+        last_heard_s, stepped = self.liveness.last_heard_s, self.liveness.stepped
         receive = self.connection.receive
         for frames in messages:
             event = receive(frames)
             if isinstance(event, OutputBatch):
                 rank = event.engine_index
+                if rank in last_heard_s:
+                    stepped(rank, event.scheduler_stats, now_s)
                 if self.cause is None:
                     self.feed.send_nowait(event)
             elif isinstance(event, UtilityReply):

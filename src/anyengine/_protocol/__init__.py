@@ -9,6 +9,7 @@ from .life import Life
 from .life_events import ClientEvent, ClientState, CurrentState, RankChanged, RankState, StateChanged
 from .registrations import merge_registrations
 from .requests import OutputConsumer, RequestEntry, RequestRegistry
+from .restarts import Restart, RestartBudget
 from .utilities import PendingCall, UtilityRegistry
 
 __all__ = [
@@ -34,6 +35,8 @@ __all__ = [
     "RankState",
     "RequestEntry",
     "RequestRegistry",
+    "Restart",
+    "RestartBudget",
     "StateChanged",
     "UtilityRegistry",
     "UtilityReply",

@@ -85,7 +85,7 @@ class Connection:
         """
         if not isinstance(request, EngineCoreRequest):
             reject("request", request, f"is a {type(request).__name__}", "use an EngineCoreRequest")
-        if request.client_index != self._client_index:
+        if type(request.client_index) is not int or request.client_index != self._client_index:
             raise LocalProtocolError(
                 f"client_index={request.client_index} is not this client's {self._client_index}: "
                 "the engine would answer elsewhere, or fall silent: leave it at ours"
@@ -157,6 +157,12 @@ class Connection:
     def utility_arity(self, method: str, rank: int) -> int | None:
         """How many arguments ``method`` takes at most in the rank's release; ``None`` if it has no such method."""
         return self._dialect(rank).utility_arity(method)
+
+    def replace(self, rank: int, dialect: Dialect) -> None:
+        """The engine of ``rank``, which is dead, has been started again: nothing that was known of it holds."""
+        self.dialects.replace(rank, dialect)
+        self.adapters.forget(rank)
+        self._modes.pop(rank, None)
 
     # -------------------------------------------------------------------- events
 
