@@ -121,7 +121,7 @@ async def test_while_it_is_down_requests_fail_at_once_if_told_so() -> None:
             for call in (client.is_paused, client.ping, lambda: client.core.utility("is_sleeping", rank=0)):
                 with pytest.raises(EngineDeadError):
                     await call()
-            assert await client.abort("nobody") == 0
+            assert await client.abort("nobody") == ()
             health = await client.health("generate")
             assert health.ranks[0].verdict == "restarting" and not health.is_healthy
         assert client.state is ClientState.CLOSED  # leaving does not wait for the thirty seconds
