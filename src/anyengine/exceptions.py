@@ -254,8 +254,9 @@ class EngineAsleepError(RequestError):
 
 
 class OverloadedError(RequestError):
-    """An admission limit is reached: ``reason`` is ``"requests"``, ``"tokens"`` (of prompts that wait) or ``"bytes"``
-    (that the engine has not read). ``retry_after_s`` is a hint in seconds, or ``None``."""
+    """An admission limit is reached: ``reason`` is ``"requests"``, ``"tokens"`` (of prompts that wait),
+    ``"bytes"`` (that the engine has not read) or ``"restarting"`` (every engine is). ``retry_after_s`` is a hint in
+    seconds, or ``None``."""
 
     code = "overloaded"
     status = 429

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import anyio
 
@@ -23,7 +23,7 @@ __all__ = ["Admission", "AdmissionSettings", "Ticket"]
 
 _WINDOW_S: Final = 30.0
 
-Reason = Literal["requests", "tokens", "bytes", "closed"]
+Reason = Literal["requests", "tokens", "bytes", "restarting", "closed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Admission:
         self._preparing_bytes = 0
         self._let_in: set[Ticket] = set()
         self._pace = _Pace()
-        self.rejections: dict[Reason, int] = {"requests": 0, "tokens": 0, "bytes": 0, "closed": 0}
+        self.rejections: dict[Reason, int] = dict.fromkeys(get_args(Reason), 0)
 
     # --------------------------------------------------------------------- the gate
 
@@ -237,7 +237,7 @@ class Admission:
             return False
         if reason == "closed":
             return self._waits_while_closed
-        return reason == "bytes" or self._settings.admission == "wait"
+        return reason in ("bytes", "restarting") or self._settings.admission == "wait"
 
     def _bars_entry(self, ticket: Ticket, _num_tokens: int) -> Reason | None:
         limit = self._settings.max_num_queued_reqs
@@ -245,7 +245,7 @@ class Admission:
             return "closed"
         if limit is not None and self.num_outstanding + ticket.num_seqs > limit:
             return "requests"
-        return None if self._session.send_budget.any_room(self._preparing_bytes) else "bytes"
+        return self._bars_bytes(self._preparing_bytes)
 
     def _bars_sending(self, _ticket: Ticket, num_tokens: int) -> Reason | None:
         limit = self._settings.max_num_queued_tokens
@@ -254,7 +254,12 @@ class Admission:
         queued = self._session.connection.requests.num_queued_tokens if limit is not None else 0
         if limit is not None and queued and queued + num_tokens > limit:
             return "tokens"
-        return None if self._session.send_budget.any_room() else "bytes"
+        return self._bars_bytes(0)
+
+    def _bars_bytes(self, coming_bytes: int) -> Reason | None:
+        if self._session.send_budget.any_room(coming_bytes):
+            return None
+        return "bytes" if self._session.connection.rota.serving else "restarting"
 
     def _refusal(self, ticket: Ticket, reason: Reason) -> EngineError:
         self.rejections[reason] += 1
@@ -270,6 +275,7 @@ class Admission:
             "tokens": f"{requests.num_queued_tokens} prompt tokens wait for their first output "
             f"(max_num_queued_tokens={settings.max_num_queued_tokens})",
             "bytes": "no engine has read what was sent to it (max_unread_bytes)",
+            "restarting": "no engine serves, and those that died are being started again",
         }[reason]
         return OverloadedError(
             f"no request is taken now: {what}; nothing was sent",

@@ -54,13 +54,13 @@ class EngineClient(RequestControl, EngineOperations):
         engine: a fully described engine instead of ``model``, or several: the data-parallel ranks of one client.
         startup_timeout_s, shutdown_grace_s, liveness_timeout_s, max_unread_bytes, on_death, on_progress,
             on_notification: see :class:`EngineCoreClient`.
+        restart: start an engine again that dies once it was ready, and what becomes of the requests meanwhile.
+            ``None``: its death is final.
         max_num_queued_reqs: how many sequences may be in flight or on their way there; ``None``: no limit.
         max_num_queued_tokens: how many prompt tokens may wait for their first output; ``None``: no limit. A longer
             prompt is taken when no other one waits.
         admission: what becomes of a request that one of these limits keeps out, or a pause: ``"reject"`` raises
             :class:`OverloadedError` or :class:`EngineAsleepError` at once, ``"wait"`` has it wait its turn.
-        restart: start an engine again that dies once it was ready, and what becomes of the requests meanwhile.
-            ``None``: its death is final.
     """
 
     def __init__(

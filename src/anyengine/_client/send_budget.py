@@ -54,15 +54,14 @@ class SendBudget:
         return self._unread_bytes(rank) + coming_bytes < self._limit_bytes
 
     def any_room(self, coming_bytes: int = 0) -> bool:
-        """Whether something may be sent to some rank that serves; or none serves and none is waited for: sending will
-        tell why."""
+        """Whether something may be sent to some rank that serves; or none serves and none is waited for, and sending
+        will tell why."""
         session = self._session
         if session.cause is not None:
             return True
-        serving = session.connection.rota.serving
-        if not serving:
-            return not session.restarts.are_awaited
-        return any(self.has_room(rank, coming_bytes) for rank in serving)
+        if serving := session.connection.rota.serving:
+            return any(self.has_room(rank, coming_bytes) for rank in serving)
+        return not session.restarts.are_awaited
 
     async def wait_room(self) -> None:
         """Wait until :meth:`any_room`.
@@ -94,7 +93,6 @@ class SendBudget:
     def forget(self, rank: int) -> None:
         """The engine of ``rank`` is another one now."""
         self._accounts[rank] = _Account()
-        self._session.connection.requests.read_bytes.pop(rank, None)
 
     def wake(self) -> None:
         """There may be room, or ranks have died, or the session has ended: whoever waits looks again."""
