@@ -195,7 +195,7 @@ class RequestDesk:
             raise patience.exhausted(ranks, "requests are still in flight; none is aborted")
 
     def _look(self) -> None:
-        """Something has ended, or been read: who waits for that looks again."""
+        """Something has ended, or been read, or died: who waits for that looks again."""
         self.admission.look()
         if self._ends_awaited:
             self._ends.set()

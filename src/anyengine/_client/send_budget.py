@@ -93,6 +93,7 @@ class SendBudget:
     def forget(self, rank: int) -> None:
         """The engine of ``rank`` is another one now."""
         self._accounts[rank] = _Account()
+        self._session.connection.requests.read_bytes.pop(rank, None)
 
     def wake(self) -> None:
         """There may be room, or ranks have died, or the session has ended: whoever waits looks again."""
