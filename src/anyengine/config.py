@@ -39,7 +39,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class EmbeddedEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """Our own engine core, made of torch and transformers, in a process of its own.
+    """Our own engine core, made of torch and transformers, in a process of its own (or a thread: ``in_process``).
 
     ``model`` is an alias (``"smollm2-135m"``), a local directory, a GGUF file or a Hub id. ``max_model_len`` is in
     tokens (prompt and output together; ``None``: what the model says, at most 8192). ``max_num_seqs`` bounds the
@@ -59,6 +59,10 @@ class EmbeddedEngine(msgspec.Struct, frozen=True, kw_only=True):
     """``"transformers"``, or ``"module:factory"`` of another model runner (tests use a torch-free toy)."""
     runner_options: dict[str, str | int | float | bool] = {}
     """Passed to the factory of a custom ``runner``."""
+    in_process: bool = False
+    """Whether the engine core runs in a thread of this process, for tests and notebooks: no interpreter to start, no
+    isolation. A thread cannot be killed: leaving the client waits until the present step, or the loading of the model,
+    is done."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens"):

@@ -220,7 +220,7 @@ class Admission:
         bars: Callable[[Ticket, int], Reason | None],
         num_tokens: int,
     ) -> None:
-        self._session.check_usable()
+        self._check()
         reason = bars(ticket, num_tokens)
         if (reason is None and not queue) or ticket.aborted:
             return
@@ -229,7 +229,7 @@ class Admission:
         queue[ticket] = None
         try:
             while not ticket.aborted:
-                self._session.check_usable()
+                self._check()
                 reason = bars(ticket, num_tokens)
                 if reason is None and next(iter(queue)) is ticket:
                     return
@@ -239,6 +239,10 @@ class Admission:
         finally:
             del queue[ticket]
             self.look()
+
+    def _check(self) -> None:
+        self._session.check_usable()
+        self._session.check_admitting()
 
     def _may_wait(self, ticket: Ticket, reason: Reason) -> bool:
         if ticket.nowait:
