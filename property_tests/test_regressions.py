@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import anyio
 import pytest
-from benches import MemoryBench
-from explorer import Explorer
-from ledger import Ledger
-from operations import ENTRIES
 
 from anyengine import EngineCoreClient
 from anyengine._wire import EngineCoreRequest, WireSamplingParams
 from anyengine.testing.pytest_plugin import BACKENDS
+from benches import MemoryBench
+from explorer import Explorer
+from ledger import Ledger
+from operations import ENTRIES
 
 pytestmark = pytest.mark.anyio
 

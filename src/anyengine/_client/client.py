@@ -19,7 +19,7 @@ from anyengine.config import EmbeddedEngine, EngineSettings
 from anyengine.exceptions import ClientClosedError, EngineDeadError, UtilityError
 from anyengine.outputs import PoolingOutput
 from anyengine.params import PoolingParams, SamplingParams
-from anyengine.policies import RestartPolicy
+from anyengine.policies import RestartPolicy, RetryPolicy
 
 from .core_client import EngineCoreClient
 from .engine_limits import common_limits
@@ -54,6 +54,8 @@ class EngineClient(EngineOperations):
             on_notification: see :class:`EngineCoreClient`.
         restart: start an engine again that dies once it was ready, and what becomes of the requests meanwhile.
             ``None``: its death is final.
+        retries: send a request again that failed before its first token with an error that says ``retryable``.
+            ``None``: nothing is sent twice.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class EngineClient(EngineOperations):
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
         restart: RestartPolicy | None = None,
+        retries: RetryPolicy | None = None,
     ) -> None:
         named: object = model
         if named is not None and not isinstance(named, str):
@@ -90,6 +93,9 @@ class EngineClient(EngineOperations):
             on_notification=on_notification,
             restart=restart,
         )
+        if retries is not None and not isinstance(retries, RetryPolicy):
+            raise ValueError(f"retries={retries!r} must be a RetryPolicy, or None for no retries")
+        self._retries = retries
         self._context: AbstractAsyncContextManager[None] | None = None
         self._desk: RequestDesk | None = None
 
@@ -124,7 +130,7 @@ class EngineClient(EngineOperations):
         async with self._core:
             session = self._core.session
             session.in_order = True
-            self._desk = desk = RequestDesk(self._core)
+            self._desk = desk = RequestDesk(self._core, retries=self._retries)
             with closing(desk.dropped):
                 try:
                     session.tasks.start_soon(desk.feed_streams)

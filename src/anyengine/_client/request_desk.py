@@ -24,6 +24,7 @@ from anyengine.exceptions import (
 )
 from anyengine.outputs import TokenDecoder
 from anyengine.params import PoolingParams, SamplingParams
+from anyengine.policies import RetryPolicy
 
 from .burials import RankDeath
 from .core_client import EngineCoreClient
@@ -35,6 +36,7 @@ from .refusals import in_users_words
 from .request_builder import RequestBuilder, num_prompt_tokens
 from .request_fields import RequestFields
 from .request_state import PooledRequestState, RequestState
+from .resubmission import Resubmissions
 from .scores import ScoredRequestState, wants_scores
 from .session import SessionItem
 from .wakeup import make_parker
@@ -48,12 +50,13 @@ class RequestDesk:
     """See the module. Lifetime: one session. Owning tasks: the session's, which run :meth:`feed_streams` and
     :meth:`abort_dropped`."""
 
-    def __init__(self, core: EngineCoreClient) -> None:
+    def __init__(self, core: EngineCoreClient, *, retries: RetryPolicy | None = None) -> None:
         self._core = core
         self._session = core.session
         self._builder: RequestBuilder | None = None
         self._readiness = EngineReadiness(core)
         self.dropped: DroppedRequests = DroppedRequests()
+        self.resubmissions: Resubmissions = Resubmissions(core, retries)
 
     def open(self, builder: RequestBuilder) -> None:
         """Take requests from now on, and make them with ``builder``."""
@@ -127,7 +130,7 @@ class RequestDesk:
         length = num_prompt_tokens(request)
         state = _make_state(request.request_id, request.external_req_id, params, length)
         with in_users_words(state.label):
-            state.rank = self._core.add(request, state)
+            state.rank = self.resubmissions.send(request, state)
         self.builder.note_sent(request)
         return state, detokenizer, length
 
@@ -138,11 +141,12 @@ class RequestDesk:
     def abort(self, states: Sequence[RequestState]) -> None:
         """Abort requests in the engine and give their consumers the final item. Synchronous."""
         self._core.abort([state.wire_id for state in states])
+        self.resubmissions.withdraw(states)
 
     def live(self) -> list[RequestState]:
         """The requests that have not ended."""
         consumers = [entry.consumer for entry in self._session.connection.requests.live.values()]
-        return [state for state in consumers if isinstance(state, RequestState)]
+        return [*filter(None, map(self.resubmissions.state_of, consumers)), *self.resubmissions.waiting()]
 
     # -------------------------------------------------------------- session tasks
 
@@ -198,12 +202,13 @@ class RequestDesk:
         if isinstance(item, OutputBatch):
             for entry, exc in connection.requests.dispatch(item.outputs):
                 self._core.abort([entry.request_id])
-                assert isinstance(entry.consumer, RequestState)
+                state = self.resubmissions.state_of(entry.consumer)
+                assert state is not None
                 error = OutputProcessingError(
-                    f"cannot take an output of request {entry.request_id!r}: {exc!r}", request_id=entry.consumer.label
+                    f"cannot take an output of request {entry.request_id!r}: {exc!r}", request_id=state.label
                 )
                 error.__cause__ = exc
-                entry.consumer.fail(error)
+                state.fail(error)
         elif isinstance(item, EngineDeadError):
             self._tell_everyone(item)
         elif isinstance(item, RankDeath):
@@ -221,6 +226,7 @@ class RequestDesk:
                 for state in states:
                     state.fail(cause)
             self.abort(states)
+        self.resubmissions.end(cause)
         session.connection.requests.fail_all(cause)
         session.connection.utilities.fail_all(cause)
         session.told_everyone()

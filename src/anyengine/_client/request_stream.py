@@ -75,6 +75,11 @@ class RequestStream:
         """The rank that runs it; ``None`` before the request is sent."""
         return None if self._state is None else self._state.rank
 
+    @property
+    def attempts(self) -> int:
+        """How often the request has been sent: more than once after a retry or a replay."""
+        return 0 if self._state is None else self._state.attempts
+
     # ------------------------------------------------------------------- context
 
     async def __aenter__(self) -> Self:

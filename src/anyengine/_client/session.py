@@ -182,6 +182,7 @@ class Session:
         self.burials.all_end(cause)
         self.ended.set()
         self.send_budget.wake()
+        self.restarts.look()
         if not self.in_order:
             if hasattr(self, "connection"):
                 self.connection.utilities.fail_all(cause)
