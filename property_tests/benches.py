@@ -33,6 +33,10 @@ class Bench(Protocol):
         """How many requests the shared engine still has."""
         ...
 
+    async def paused(self, client: EngineClient) -> bool:
+        """Whether the shared engine is paused."""
+        ...
+
 
 class MemoryBench:
     """Deterministic; thousands of points a minute. Several ranks are several engines."""
@@ -51,6 +55,9 @@ class MemoryBench:
     async def running(self, client: EngineClient) -> int:
         return sum(len(engine.running) + len(engine.pooled) for engine in self._engines)
 
+    async def paused(self, client: EngineClient) -> bool:
+        return any(engine.paused for engine in self._engines)
+
 
 class ProcessBench:
     """The embedded engine with a toy model; and, for a client of an operation's own, the lightest peer that there is,
@@ -67,3 +74,6 @@ class ProcessBench:
     async def running(self, client: EngineClient) -> int:
         statistics = await client.core.utility("get_engine_statistics")
         return int(statistics["num_running_requests"] + statistics["num_waiting_requests"])
+
+    async def paused(self, client: EngineClient) -> bool:
+        return await client.is_paused()

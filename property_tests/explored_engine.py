@@ -75,19 +75,16 @@ class ExploredEngine:
     running: dict[str, _Running] = field(default_factory=dict)
     pooled: list[str] = field(default_factory=list)
     calls: int = 0
+    paused: bool = False
+    """Whether it was told to pause; it goes on all the same."""
 
     def settings(self) -> InMemoryEngine:
         """The engine as a client starts it."""
         return InMemoryEngine(serve=self.serve)
 
     async def serve(self, link: MemoryLink, rank: int, host: TaskHost) -> None:
-        self.running, self.pooled = {}, []
-        handshake = link.connect_handshake()
-        handshake.send_nowait([msgspec.msgpack.encode({"status": "HELLO", "local": True, "headless": False})])
-        await handshake.drain(1)
-        inputs, self._outputs, self._rank = link.connect_inputs(), link.connect_outputs(), rank
-        inputs.send_nowait([msgspec.msgpack.encode(REGISTRATION)])
-        handshake.send_nowait([msgspec.msgpack.encode({"status": "READY", "local": True, "headless": False})])
+        self.running, self.pooled, self.paused = {}, [], False
+        inputs = None
         try:
             async with anyio.create_task_group() as tasks:
 
@@ -96,9 +93,15 @@ class ExploredEngine:
                     tasks.cancel_scope.cancel()
 
                 tasks.start_soon(await_sigterm)
+                handshake = link.connect_handshake()
+                handshake.send_nowait([msgspec.msgpack.encode({"status": "HELLO", "local": True, "headless": False})])
+                await handshake.drain(1)
+                inputs, self._outputs, self._rank = link.connect_inputs(), link.connect_outputs(), rank
+                inputs.send_nowait([msgspec.msgpack.encode(REGISTRATION)])
+                handshake.send_nowait([msgspec.msgpack.encode({"status": "READY", "local": True, "headless": False})])
                 await self._work(inputs)
         finally:
-            for frames in inputs.drain_nowait():
+            for frames in inputs.drain_nowait() if inputs is not None else ():
                 self._take(frames)
             if not host.terminated.is_set():
                 self.finished.update(self.running, self.pooled)  # killed: nobody need abort what has died
@@ -135,6 +138,8 @@ class ExploredEngine:
             raise TaskExit(9)
         if call.method == "silence":
             return
+        if call.method in ("pause_generation", "resume_scheduler"):
+            self.paused = call.method == "pause_generation"
         reply = UtilityOutput(call.call_id, None, ANSWERS.get(call.method))
         self._send(utility_output=reply)
 

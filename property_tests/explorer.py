@@ -34,7 +34,6 @@ what it waited for is there and is not to be lost; or once more at the step afte
 HOWS: Final[dict[str, tuple[How, ...]]] = {"asyncio": get_args(How), "trio": ("scope", "scope, woken")}
 MAX_STEPS: Final = 500
 MANY: Final = 20  # violations: nobody reads more
-PATIENCE_S: Final = 20.0
 
 
 class Trigger:
@@ -79,7 +78,7 @@ def stepped(coroutine: Coroutine[Any, Any, Any], trigger: Trigger) -> Generator[
             value, error = (yield trap), None
         except BaseException as exc:  # noqa: BLE001 - it is the coroutine's
             error = exc
-        trigger.after_wait(step, error)
+        trigger.after_wait(step, error or getattr(value, "error", None))  # trio sends an outcome
         step += 1
 
 
@@ -102,12 +101,13 @@ class Case:
 class Operation:
     """Something that is done with a client. ``shielded``: parts of it (the end of a task group for one) go on to their
     end once they have begun, and it may end normally though it was cancelled there. ``immediate``: it may not have to
-    wait at all. ``errors``: what it may raise."""
+    wait at all. ``pauses``: it may leave the engine paused. ``errors``: what it may raise."""
 
     name: str
     run: Callable[[Case], Awaitable[object]]
     shielded: bool = False
     immediate: bool = False
+    pauses: bool = False
     errors: tuple[type[BaseException], ...] = ()
 
 
@@ -134,6 +134,7 @@ class Explorer:
     every: int = 1
     phases: int = 1
     hows: tuple[How, ...] | None = None
+    patience_s: float = 20.0
     points: int = 0
     violations: list[str] = field(default_factory=list)
 
@@ -168,10 +169,10 @@ class Explorer:
             await anyio.lowlevel.checkpoint()
         reached, faults = False, []
         try:
-            with anyio.fail_after(PATIENCE_S):
+            with anyio.fail_after(self.patience_s):
                 reached, faults = await _cancelled_at(point, case)
                 heard += [token async for out in neighbour for token in out.token_ids]
-                faults += await _faults_of(case, heard)
+                faults += await _faults_of(point.operation, case, heard)
                 if sniffio.current_async_library() == "asyncio":
                     await asyncio.sleep(0)
                 faults += ledger.settle(case.bench.finished)
@@ -252,7 +253,7 @@ async def _coroutine(operation: Operation, case: Case) -> None:
     await operation.run(case)
 
 
-async def _faults_of(case: Case, heard: list[int]) -> list[str]:
+async def _faults_of(operation: Operation, case: Case, heard: list[int]) -> list[str]:
     """Registries, neighbours, and whether the client still works."""
     faults = []
     client = case.client
@@ -261,6 +262,10 @@ async def _faults_of(case: Case, heard: list[int]) -> list[str]:
     if client.state is ClientState.READY:
         with suppress(EngineError):
             await client.core.utility("is_sleeping")  # a fence: what was sent has been taken, what was said is here
+    if operation.pauses:
+        await client.resume_generation()
+    elif await case.bench.paused(client):
+        faults.append("the engine was left paused")
     everyone = [client, *case.clients]
     for one in everyone:
         try:

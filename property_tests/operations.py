@@ -190,6 +190,15 @@ async def wait_for_no_answer(case: Case) -> None:
         await client.core.utility("silence", unchecked=True)
 
 
+async def give_up_a_call(case: Case) -> None:
+    """A call that is never answered; a sibling cancels it, and nothing more is heard of it."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(case.client.core.utility, "silence", unchecked=True))
+        for _ in range(3):
+            await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+
+
 async def follow_a_life(case: Case) -> None:
     """From before the block is entered until it has been left."""
     client = case.another()
@@ -232,12 +241,12 @@ ENTRIES: Final[dict[str, list[Operation]]] = {
     "EngineClient.add_lora": [Operation("add_lora", call("add_lora", ADAPTER))],
     "EngineClient.collective_rpc": [Operation("collective_rpc", call("collective_rpc", "x"))],
     "EngineClient.encode": [Operation("encode", encode)],
-    "EngineClient.pause_generation": [Operation("pause", call("pause_generation", mode="keep"))],
+    "EngineClient.pause_generation": [Operation("pause", call("pause_generation", mode="keep"), pauses=True)],
     "EngineClient.paused": [Operation("paused", paused, shielded=True)],
     "EngineClient.pin_lora": [Operation("pin_lora", call("pin_lora", 1))],
     "EngineClient.remove_lora": [Operation("remove_lora", call("remove_lora", 1))],
     "EngineClient.save_sharded_state": [Operation("save_sharded_state", call("save_sharded_state", "/x"))],
-    "EngineClient.sleep": [Operation("sleep", call("sleep", 1, "keep"))],
+    "EngineClient.sleep": [Operation("sleep", call("sleep", 1, "keep"), pauses=True)],
     "EngineClient.submit": [Operation("submit and close", submit_and_close)],
     "EngineClient.update_weight_version": [Operation("update_weight_version", call("update_weight_version", "x"))],
     "EngineClient.wait_dead": [
@@ -247,7 +256,10 @@ ENTRIES: Final[dict[str, list[Operation]]] = {
     "EngineCoreClient.__aenter__": [Operation("a session of the core", core_session, shielded=True)],
     "EngineCoreClient.__aexit__": [],
     "EngineCoreClient.receive_outputs": [Operation("receive_outputs", receive_outputs, shielded=True)],
-    "EngineCoreClient.utility": [Operation("utility", call("core.utility", "is_sleeping"))],
+    "EngineCoreClient.utility": [
+        Operation("utility", call("core.utility", "is_sleeping")),
+        Operation("give up a call", give_up_a_call, shielded=True),
+    ],
     "EngineCoreClient.utility_on": [Operation("utility_on", call("core.utility_on", [0], "is_sleeping"))],
     "EngineCoreClient.utility_on_all": [Operation("utility_on_all", call("core.utility_on_all", "is_sleeping"))],
     "EngineCoreClient.wait_dead": [],  # the client's
