@@ -104,12 +104,21 @@ class Resubmissions:
         self._waiting: dict[RequestState, Submission] = {}
 
     def send(self, request: EngineCoreRequest, state: RequestState) -> int:
-        """Register and send a request for the first time; the rank that has it.
+        """Register and send a request for the first time; the rank that has it. If its engine has died this moment and
+        is awaited, the request waits for it as well.
 
         Raises: see :meth:`EngineCoreClient.add`.
         """
         wanted = self._replays or self._retries is not None
-        return self._core.add(request, Submission(self, request, state) if wanted else state)
+        consumer = Submission(self, request, state) if wanted else state
+        try:
+            return self._core.add(request, consumer)
+        except EngineDeadError:
+            if not self._session.restarts.are_awaited:
+                raise
+        state.attempts = 0  # nothing was sent
+        self._start(consumer if isinstance(consumer, Submission) else Submission(self, request, state), 0.0)
+        return state.rank
 
     @staticmethod
     def state_of(consumer: OutputConsumer) -> RequestState | None:
