@@ -149,7 +149,7 @@ async def test_every_exit_works_while_a_request_waits_to_be_replayed(way: str) -
             elif way == "aclose":
                 await stream.aclose()
             elif way == "label":
-                assert await client.abort("mine") == 1
+                assert await client.abort("mine") == (stream.wire_id,)
                 assert [output.finish_reason async for output in stream][-1] == "abort"
             elif way == "cancel":
                 with anyio.move_on_after(0.01):

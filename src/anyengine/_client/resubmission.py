@@ -16,10 +16,11 @@ from anyengine._wire import EngineCoreOutput, EngineCoreRequest, finish_reason_n
 from anyengine.exceptions import ClientClosedError, EngineDeadError, EngineError, OverloadedError
 from anyengine.policies import RetryPolicy
 
+from .admission import Admission
 from .core_client import EngineCoreClient
 from .request_state import RequestState
 
-__all__ = ["Resubmissions", "Submission"]
+__all__ = ["Resubmissions", "Submission", "state_of"]
 
 _FRUITLESS = 2  # deaths in a row that a request may have been in its engine at, without a token in between
 
@@ -92,11 +93,19 @@ class Submission:
         return reason == "abort" and not self.state.abort_expected
 
 
+def state_of(consumer: OutputConsumer) -> RequestState | None:
+    """The state behind a consumer in the registry, if it is one of a request of ours."""
+    if isinstance(consumer, Submission):
+        return consumer.state
+    return consumer if isinstance(consumer, RequestState) else None
+
+
 class Resubmissions:
     """See the module. Lifetime: one session, in whose group each request that is sent again has a task."""
 
-    def __init__(self, core: EngineCoreClient, retries: RetryPolicy | None) -> None:
+    def __init__(self, core: EngineCoreClient, admission: Admission, retries: RetryPolicy | None) -> None:
         self._core = core
+        self._admission = admission
         self._session = core.session
         self._retries = retries
         restart = core.session.settings.restart
@@ -119,13 +128,6 @@ class Resubmissions:
         state.attempts = 0  # nothing was sent
         self._start(consumer if isinstance(consumer, Submission) else Submission(self, request, state), 0.0)
         return state.rank
-
-    @staticmethod
-    def state_of(consumer: OutputConsumer) -> RequestState | None:
-        """The state behind a consumer in the registry, if it is one of a request of ours."""
-        if isinstance(consumer, Submission):
-            return consumer.state
-        return consumer if isinstance(consumer, RequestState) else None
 
     def waiting(self) -> list[RequestState]:
         """The requests that wait to be sent again: they are in no engine, and in no registry."""
@@ -156,16 +158,18 @@ class Resubmissions:
             self._start(submission, 0.0)
         return refusal
 
-    def withdraw(self, states: Iterable[RequestState]) -> None:
-        """Those of ``states`` that wait are aborted: nobody else has them."""
-        for state in states:
-            if self._waiting.pop(state, None) is not None:
-                state.aborted()
+    def withdraw(self, states: Iterable[RequestState]) -> tuple[str, ...]:
+        """Those of ``states`` that wait are aborted, since nobody else has them; their latest wire ids."""
+        withdrawn = [state for state in states if state in self._waiting]
+        for state in withdrawn:
+            self._leave(state)
+            state.aborted()
+        return tuple(state.wire_id for state in withdrawn)
 
     def end(self, cause: EngineDeadError) -> None:
         """The session has ended: so have those that wait."""
-        waiting, self._waiting = self._waiting, {}
-        for state in waiting:
+        for state in self.waiting():
+            self._leave(state)
             if isinstance(cause, ClientClosedError):
                 state.aborted()
             else:
@@ -175,6 +179,7 @@ class Resubmissions:
 
     def _start(self, submission: Submission, delay_s: float) -> None:
         self._waiting[submission.state] = submission
+        self._session.sent_again = len(self._waiting)
         self._session.tasks.start_soon(self._session.own, self._send_again, submission, delay_s)
 
     async def _send_again(self, submission: Submission, delay_s: float) -> None:
@@ -189,19 +194,25 @@ class Resubmissions:
                     return
                 request = submission.next_request()
                 submission.sent(request, self._core.add(request, submission))
-                del self._waiting[state]
+                self._leave(state)
             except (EngineDeadError, OverloadedError) as exc:
                 if self._is_hopeless(submission.request.data_parallel_rank):
                     self._give_up(submission, exc)
             except EngineError as exc:
                 self._give_up(submission, exc)
 
+    def _leave(self, state: RequestState) -> None:
+        """It waits no more."""
+        self._waiting.pop(state, None)
+        self._session.sent_again = len(self._waiting)
+        self._session.on_room()
+
     def _waits(self, state: RequestState) -> bool:
         return state in self._waiting and not state.ended
 
     def _give_up(self, submission: Submission, error: EngineError) -> None:
-        self._waiting.pop(submission.state, None)
         submission.state.fail(error)
+        self._leave(submission.state)
 
     def _is_hopeless(self, rank: int | None) -> bool:
         """Whether nobody will take the request any more. (One that is dying may come back: that is told.)"""
@@ -214,7 +225,8 @@ class Resubmissions:
         session = self._session
         while not self._is_hopeless(rank):
             serving = session.connection.rota.serving
-            if serving if rank is None else rank in serving:
+            takes = bool(serving) if rank is None else rank in serving
+            if takes and self._admission.is_open:  # a pause holds for those, too, that were in flight when it began
                 return
             await session.restarts.wait_change()
         session.check_usable()

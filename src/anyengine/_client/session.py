@@ -32,6 +32,7 @@ from anyengine.exceptions import (
 )
 
 from .burials import Burials, RankDeath
+from .fences import FencePassed, Fences
 from .liveness import Liveness
 from .notifications import Notification, Notifications, is_worth_a_line
 from .restarts import Restarts
@@ -45,7 +46,7 @@ _logger = logging.getLogger("anyengine.client")
 ArgsT = TypeVarTuple("ArgsT")
 
 
-SessionItem: TypeAlias = EngineCoreOutputs | UtilityReply | RankDeath | EngineDeadError
+SessionItem: TypeAlias = EngineCoreOutputs | UtilityReply | FencePassed | RankDeath | EngineDeadError
 """What travels through the session's stream, in the order received; the error that ends the session is the last
 item."""
 
@@ -81,7 +82,12 @@ class Session:
         self.restarts: Restarts = Restarts(self)
         self.feed, self.stream = anyio.create_memory_object_stream[SessionItem](math.inf)
         self.liveness: Liveness = Liveness(self, self.ranks)
+        self.sent_again: int = 0
+        """How many requests wait to be sent once more: they are in no registry, and in flight all the same."""
         self.send_budget: SendBudget = SendBudget(self, self.ranks, settings.max_unread_bytes)
+        self.fences: Fences = Fences(self)
+        self.on_room: Callable[[], None] = _nothing
+        """Called when there may be room for a request where there was none."""
         self.notifications: Notifications = Notifications(settings.on_notification, tasks)
         self._messages_dropped = 0
         self.in_order: bool = False
@@ -312,3 +318,7 @@ class Session:
             self._unwatched[engine.rank].set()
         if self.is_ready:
             self.burials.bury(engine.rank)
+
+
+def _nothing() -> None:
+    """Nobody waits for room."""

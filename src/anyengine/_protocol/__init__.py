@@ -1,7 +1,8 @@
 """Sans-I/O protocol: handshake, connection, registries, admission. No socket, clock or randomness in here."""
 
+from .aborts import AbortLedger
 from .admission import EngineLimits, check_prompt, check_prompt_length, check_token_ids, output_budget
-from .connection import Connection, Frames
+from .connection import Connection, Frames, checked_ids, num_prompt_tokens
 from .events import DeadSentinel, EEPNotification, Event, FaultStatus, MalformedMessage, UtilityReply
 from .handshake import EngineHandshake, FrontendHandshake, HandshakeStage
 from .life import Life
@@ -13,6 +14,7 @@ from .restarts import Restart, RestartBudget
 from .utilities import PendingCall, UtilityRegistry
 
 __all__ = [
+    "AbortLedger",
     "ClientEvent",
     "ClientState",
     "Connection",
@@ -42,8 +44,10 @@ __all__ = [
     "check_prompt",
     "check_prompt_length",
     "check_token_ids",
+    "checked_ids",
     "continued",
     "merge_registrations",
+    "num_prompt_tokens",
     "output_budget",
     "why_not_replayed",
 ]
