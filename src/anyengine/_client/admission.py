@@ -125,6 +125,7 @@ class Admission:
         """Let them in again. Synchronous, idempotent."""
         self._closed = None
         self.look()
+        self._session.restarts.look()
 
     # ---------------------------------------------------------------------- tickets
 
@@ -136,7 +137,7 @@ class Admission:
     @property
     def num_outstanding(self) -> int:
         """Sequences that were let in and have not ended."""
-        return self._preparing_seqs + len(self._session.connection.requests)
+        return self._preparing_seqs + len(self._session.connection.requests) + self._session.sent_again
 
     def ticket(self, label: str | None, *, num_seqs: int = 1, size_bytes: int = 0, nowait: bool = False) -> Ticket:
         """A ticket for one request of ``num_seqs`` sequences, of about this size."""

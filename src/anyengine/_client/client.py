@@ -19,7 +19,7 @@ from anyengine.config import EmbeddedEngine, EngineSettings
 from anyengine.exceptions import ClientClosedError, EngineDeadError
 from anyengine.outputs import PoolingOutput
 from anyengine.params import PoolingParams, SamplingParams
-from anyengine.policies import RestartPolicy
+from anyengine.policies import RestartPolicy, RetryPolicy
 
 from .admission import AdmissionSettings
 from .closing import ShutdownReport
@@ -57,6 +57,8 @@ class EngineClient(RequestControl, EngineOperations):
             on_progress, on_notification: see :class:`EngineCoreClient`.
         restart: start an engine again that dies once it was ready, and what becomes of the requests meanwhile.
             ``None``: its death is final.
+        retries: send a request again that failed before its first token with an error that says ``retryable``.
+            ``None``: nothing is sent twice.
         max_num_queued_reqs: how many sequences may be in flight or on their way there; ``None``: no limit.
         max_num_queued_tokens: how many prompt tokens may wait for their first output; ``None``: no limit. A longer
             prompt is taken when no other one waits.
@@ -81,6 +83,7 @@ class EngineClient(RequestControl, EngineOperations):
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
         restart: RestartPolicy | None = None,
+        retries: RetryPolicy | None = None,
     ) -> None:
         named: object = model
         if named is not None and not isinstance(named, str):
@@ -103,6 +106,9 @@ class EngineClient(RequestControl, EngineOperations):
             on_notification=on_notification,
             restart=restart,
         )
+        if retries is not None and not isinstance(retries, RetryPolicy):
+            raise ValueError(f"retries={retries!r} must be a RetryPolicy, or None for no retries")
+        self._retries = retries
         self._admission = AdmissionSettings(max_num_queued_reqs, max_num_queued_tokens, admission)
         self._context: AbstractAsyncContextManager[None] | None = None
         self._desk: RequestDesk | None = None
@@ -138,7 +144,7 @@ class EngineClient(RequestControl, EngineOperations):
         async with self._core:
             session = self._core.session
             session.in_order = True
-            self._desk = desk = RequestDesk(self._core, self._admission)
+            self._desk = desk = RequestDesk(self._core, self._admission, self._retries)
             with closing(desk.dropped):
                 try:
                     session.tasks.start_soon(desk.feed_streams)

@@ -20,7 +20,7 @@ from anyengine.exceptions import EngineDeadError, OutputProcessingError
 from .burials import RankDeath
 from .core_client import EngineCoreClient
 from .fences import FencePassed
-from .request_state import RequestState
+from .resubmission import state_of
 from .session import SessionItem
 
 __all__ = ["OutputProcessor"]
@@ -112,11 +112,12 @@ class OutputProcessor:
         session = self._session
         for entry, exc in session.connection.requests.dispatch(rows):
             self._core.abort([entry.request_id])
-            assert isinstance(entry.consumer, RequestState)
+            state = state_of(entry.consumer)
+            assert state is not None
             error = OutputProcessingError(
-                f"cannot take an output of request {entry.request_id!r}: {exc!r}", request_id=entry.consumer.label
+                f"cannot take an output of request {entry.request_id!r}: {exc!r}", request_id=state.label
             )
             error.__cause__ = exc
-            entry.consumer.fail(error)
+            state.fail(error)
         session.fences.look_at_late_outputs()
         session.on_room()

@@ -84,6 +84,8 @@ class Session:
         self.restarts: Restarts = Restarts(self)
         self.feed, self.stream = anyio.create_memory_object_stream[SessionItem](math.inf)
         self.liveness: Liveness = Liveness(self, self.ranks)
+        self.sent_again: int = 0
+        """How many requests wait to be sent once more: they are in no registry, and in flight all the same."""
         self.send_budget: SendBudget = SendBudget(self, self.ranks, settings.max_unread_bytes)
         self.fences: Fences = Fences(self)
         self.on_room: Callable[[], None] = _nothing
@@ -225,6 +227,7 @@ class Session:
         self.ended.set()
         self._idle.set()
         self.send_budget.wake()
+        self.restarts.look()
         if not self.in_order:
             if self.is_connected:
                 self.connection.utilities.fail_all(cause)
