@@ -152,8 +152,7 @@ def _release(session: Session) -> None:
     """Reap and close. Synchronous: nothing can interrupt it."""
     for engine in session.children:
         engine.child.reap()
-    session.feed.close()
-    session.stream.close()
+    session.feed.discard()
     session.is_released = True
     session.life.closed()
 

@@ -53,8 +53,8 @@ class BatchConsumer:
     async def receive(self, session: Session, abort: Callable[[str], None]) -> EngineCoreOutputs:
         """See :meth:`EngineCoreClient.receive_outputs`; ``abort`` aborts a request by its wire id."""
         try:
-            item = await session.stream.receive()
-        except (anyio.EndOfStream, anyio.ClosedResourceError):
+            item = await session.feed.receive()
+        except anyio.EndOfStream:
             assert session.cause is not None
             raise session.cause.for_waiter() from None
         if isinstance(item, EngineDeadError):

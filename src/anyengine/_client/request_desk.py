@@ -105,6 +105,14 @@ class RequestDesk:
         await self._core.wait_room()  # behind it there is no other await before the request is sent
         return prepared
 
+    def check_usable(self) -> None:
+        """Raise why nothing can be asked of the client any more, if so.
+
+        Raises:
+            EngineDeadError: the engine died, or the client is closed.
+        """
+        self._core.usable_session()
+
     def forget_adapter(self, lora_id: int) -> None:
         """The engine is told to unload it."""
         self._readiness.forget(lora_id)
@@ -165,10 +173,10 @@ class RequestDesk:
                 self.abort([state for state in await self.dropped.take() if not state.ended])
 
     async def _process_outputs(self) -> None:
-        stream = self._session.stream
+        feed = self._session.feed
         while True:
             try:
-                item = await stream.receive()
+                item = await feed.receive()
             except anyio.EndOfStream:
                 return
             slice_end_s = time.perf_counter() + _SLICE_S
@@ -177,7 +185,7 @@ class RequestDesk:
                 if time.perf_counter() > slice_end_s:
                     break
                 try:
-                    item = stream.receive_nowait()
+                    item = feed.receive_nowait()
                 except (anyio.WouldBlock, anyio.EndOfStream):
                     break
 
@@ -186,8 +194,8 @@ class RequestDesk:
         Synchronous, idempotent."""
         while True:
             try:
-                self._take(self._session.stream.receive_nowait())
-            except (anyio.WouldBlock, anyio.EndOfStream, anyio.ClosedResourceError):
+                self._take(self._session.feed.receive_nowait())
+            except (anyio.WouldBlock, anyio.EndOfStream):
                 break
         self._session.close()
         assert self._session.cause is not None
