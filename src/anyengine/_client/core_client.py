@@ -242,8 +242,7 @@ class EngineCoreClient(EngineInfo):
         Raises:
             EngineDeadError: after everything that was received before the end; again on every further call.
 
-        Cancellation: loses nothing by a cancel scope; a native ``Task.cancel()`` may lose the one batch that was just
-        being handed to the task.
+        Cancellation: loses nothing.
         """
         session = self.session
         if session.cause is None:

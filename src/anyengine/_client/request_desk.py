@@ -129,6 +129,14 @@ class RequestDesk:
         await self.admission.clear(ticket, length)
         return prepared
 
+    def check_usable(self) -> None:
+        """Raise why nothing can be asked of the client any more, if so.
+
+        Raises:
+            EngineDeadError: the engine died, or the client is closed.
+        """
+        self._core.usable_session()
+
     def forget_adapter(self, lora_id: int) -> None:
         """The engine is told to unload it."""
         self._readiness.forget(lora_id)
