@@ -6,8 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from anyengine._wire import EngineCoreOutput, EngineCoreRequest, FinishReason, WireSamplingParams
+from anyengine._wire import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    WireRepetitionDetection,
+    WireSamplingParams,
+)
 from anyengine.config import EmbeddedEngine
 from anyengine.engine.core.engine_core import EngineCore
 from anyengine.engine.core.stopping import Stop, check_stop
@@ -15,6 +23,7 @@ from anyengine.engine.interfaces import SampledToken, ScheduledSequence, Sequenc
 from anyengine.testing.toy_runner import ToyOptions, ToyRunner, create_runner, expected_tokens
 
 PROMPT = [3, 1, 4, 1, 5]
+REPETITION = Stop(FinishReason.REPETITION, "repetition_detected")
 
 
 def core(runner: ToyRunner | None = None, **config: Any) -> EngineCore:
@@ -50,11 +59,39 @@ def finished(outputs: Sequence[EngineCoreOutput]) -> dict[str, int]:
         ([5], {"eos_token_id": 5, "min_tokens": 1, "max_tokens": 1}, Stop(FinishReason.STOP)),
         ([1, 2, 3], {"min_tokens": 9}, Stop(FinishReason.LENGTH)),  # max_model_len
         ([1, 2], {}, None),
+        ([7, 7], {"repetition_detection": WireRepetitionDetection(1, 1, 2)}, REPETITION),
+        ([7, 7], {"repetition_detection": WireRepetitionDetection(1, 0, 2)}, REPETITION),
+        (
+            [7, 7],
+            {"repetition_detection": WireRepetitionDetection(1, 1, 2), "max_tokens": 2},
+            Stop(FinishReason.LENGTH),
+        ),
+        ([7, 7], {"repetition_detection": WireRepetitionDetection(1, 1, 2), "min_tokens": 3}, None),
+        ([7, 7], {"repetition_detection": WireRepetitionDetection(1, 1, 3)}, None),
+        ([7, 7], {"repetition_detection": WireRepetitionDetection(0, 0, 0)}, None),
+        ([7, 8], {"repetition_detection": WireRepetitionDetection(5, 1, 2)}, None),
     ],
 )
 def test_stop_conditions(output: list[int], sampling: dict[str, Any], stop: Stop | None) -> None:
     seq = SequenceState("a", [0] * 7, WireSamplingParams(**sampling), output_token_ids=output)
     assert check_stop(seq, max_model_len=10) == stop
+
+
+@pytest.mark.feature("R30")
+@given(
+    tokens=st.lists(st.integers(0, 2), min_size=1, max_size=30),
+    sizes=st.tuples(st.integers(0, 8), st.integers(0, 8)),
+    count=st.integers(0, 5),
+)
+def test_repetitions_are_found_where_the_definition_says(tokens: list[int], sizes: tuple[int, int], count: int) -> None:
+    detection = WireRepetitionDetection(*sizes, count)
+    sampling = WireSamplingParams(max_tokens=99, repetition_detection=detection)
+    seq = SequenceState("a", [0], sampling, output_token_ids=tokens)
+    candidates = range(max(1, detection.min_pattern_size), detection.max_pattern_size + 1)
+    repeats = count >= 2 and any(
+        len(tokens) >= size * count and tokens[-size * count :] == tokens[-size:] * count for size in candidates
+    )
+    assert check_stop(seq, max_model_len=99) == (REPETITION if repeats else None)
 
 
 def test_generation_ends_at_max_model_len() -> None:

@@ -199,7 +199,7 @@ def test_the_cache_is_as_large_as_the_settings_say(qwen2: Path) -> None:
     assert open_runner(qwen2, kv_cache_memory_bytes=50 * block_bytes).num_kv_blocks == 50
     small = open_runner(qwen2, kv_cache_memory_bytes=4 * block_bytes + 1)
     assert (small.num_kv_blocks, small.max_model_len) == (4, 64)
-    with pytest.raises(ValueError, match="room for the keys and values of 64 tokens.*max_model_len=65"):
+    with pytest.raises(ValueError, match=r"room for the keys and values of 64 tokens.*max_model_len=65"):
         open_runner(qwen2, kv_cache_memory_bytes=4 * block_bytes, max_model_len=65)
 
 

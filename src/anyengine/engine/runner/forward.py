@@ -96,7 +96,7 @@ def attention_windows(config: Any) -> list[int | None]:
     return [window_tokens if kind == _SLIDING else None for kind in layer_types]
 
 
-def learn_layers(model: nn.Module, windows: Sequence[int | None]) -> list[LayerShape]:
+def learn_layers(model: Any, windows: Sequence[int | None]) -> list[LayerShape]:
     """Lead the attention of ``model`` to the cache, and see with one token what each layer stores.
 
     Raises:

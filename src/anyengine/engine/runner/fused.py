@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from anyengine.engine.runner.attention import AttentionStep
@@ -68,7 +68,8 @@ class _Layer:
         )
         x = self.o(found.reshape(num_tokens, -1)).add_(x)
         gate, up = self.gate_up(self.norm_2(x)).chunk(2, -1)
-        return self.down(functional.silu(gate).mul_(up)).add_(x)
+        result: Tensor = self.down(functional.silu(gate).mul_(up))
+        return result.add_(x)
 
 
 class _Norm:
@@ -114,10 +115,10 @@ class FusedForward:
         return logits.float()
 
 
-def _joined(*linears: nn.Linear) -> Linear:
+def _joined(*linears: Any) -> Linear:
     """One product in place of several. The originals lose their weights."""
     weights = [linear.weight.detach() for linear in linears]
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
     for linear in linears:
-        linear.weight = None  # type: ignore[assignment]  # it is not called again
+        linear.weight = None  # it is not called again
     return Linear(torch.cat(weights), torch.cat(biases) if biases else None)

@@ -22,7 +22,7 @@ def _can_pack(weight: Tensor) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype in {torch.float32, torch.bfloat16}
-        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and (weight.dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
 
@@ -50,7 +50,7 @@ class Linear(nn.Module):
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Pack every linear layer of ``model``. The weights of those that share theirs with an embedding are kept for it."""
+    """Pack every linear layer of ``model``. An embedding that shares weights keeps them."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:
