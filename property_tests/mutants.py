@@ -18,7 +18,7 @@ from transport_fuzz import hangs
 
 from anyengine import EngineClient, EngineCoreClient, RequestStream
 from anyengine._client.request_state import RequestState
-from anyengine._protocol import AbortLedger, Connection, RequestRegistry, UtilityRegistry, aborts
+from anyengine._protocol import AbortLedger, Connection, RequestRegistry, UtilityRegistry
 from anyengine._transport.zmq_socket import ZmqSocket
 from anyengine._wire import UtilityOutput
 from counted_machine import CountedMachine, run_steps
@@ -159,7 +159,7 @@ def leave_tombstones(patch: Patch) -> None:
     """What was aborted is remembered for ever."""
 
     def note(self: AbortLedger, request_id: str, rank: int) -> None:
-        self._recent[request_id] = aborts._Abort(rank, 0)
+        self._recent[request_id] = (rank, 0)
 
     patch.setattr(AbortLedger, "note", note)
 

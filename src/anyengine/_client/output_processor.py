@@ -28,7 +28,7 @@ __all__ = ["OutputProcessor"]
 _SLICE_S: Final = 0.001
 _SLICE_ROWS: Final = 256
 """Each row wakes a consumer, which runs before we do again: its work counts too."""
-_CHUNK_ROWS: Final = 64
+_CHUNK_ROWS: Final = 128
 """Rows between two looks at the clock; most batches have fewer."""
 
 
@@ -73,8 +73,11 @@ class OutputProcessor:
         """Process one item of the session's feed, or begin with it."""
         session = self._session
         if isinstance(item, OutputBatch):
-            self._rest, self._next_row = item.outputs, 0
-            self._dispatch_chunk()
+            if len(item.outputs) <= _CHUNK_ROWS:
+                self._dispatch(item.outputs)
+            else:
+                self._rest, self._next_row = item.outputs, 0
+                self._dispatch_chunk()
         elif isinstance(item, UtilityReply):
             session.connection.utilities.resolve(item.rank, item.output)
         elif isinstance(item, RankDeath):
@@ -100,17 +103,17 @@ class OutputProcessor:
                 break
 
     def _dispatch_chunk(self) -> None:
-        rows = self._rest
-        if len(rows) > _CHUNK_ROWS:
-            start, self._next_row = self._next_row, self._next_row + _CHUNK_ROWS
-            rows = rows[start : self._next_row]
-            if self._next_row >= len(self._rest):
-                self._rest = ()
-        else:
+        """The next rows of what is left of a batch."""
+        start, self._next_row = self._next_row, self._next_row + _CHUNK_ROWS
+        rows = self._rest[start : self._next_row]
+        if self._next_row >= len(self._rest):
             self._rest = ()
+        self._dispatch(rows)
+
+    def _dispatch(self, rows: Sequence[EngineCoreOutput]) -> None:
         self._rows_done += len(rows)
-        session = self._session
-        for entry, exc in session.connection.requests.dispatch(rows):
+        session, requests = self._session, self._session.connection.requests
+        for entry, exc in requests.dispatch(rows):
             self._core.abort([entry.request_id])
             state = state_of(entry.consumer)
             assert state is not None
@@ -119,5 +122,7 @@ class OutputProcessor:
             )
             error.__cause__ = exc
             state.fail(error)
-        session.fences.look_at_late_outputs()
-        session.on_room()
+        if requests.moved:  # nothing of this concerns a token in the middle of its stream
+            requests.moved = False
+            session.fences.look_at_late_outputs()
+            session.on_room()

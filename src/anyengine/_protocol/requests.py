@@ -83,6 +83,8 @@ class RequestRegistry:
     live: dict[str, RequestEntry] = field(default_factory=dict)
     late_outputs: int = 0
     aborts: AbortLedger = field(default_factory=AbortLedger)
+    moved: bool = False
+    """Whether a request has started or left, or an output was late, since somebody looked and reset it."""
     num_ended: int = 0
     """How many have left, in whatever way."""
     num_queued_tokens: int = 0
@@ -137,6 +139,7 @@ class RequestRegistry:
             if entry is None:
                 self.late_outputs += 1
                 self.aborts.late_output(output.request_id)
+                self.moved = True
                 continue
             if entry.stage is not _STARTED:
                 if entry.stage is _Stage.BROKEN:  # after what it could not take there would be a hole
@@ -178,11 +181,13 @@ class RequestRegistry:
     def _start(self, entry: RequestEntry) -> None:
         """Its first output has come: the engine has read it, and everything sent before."""
         entry.stage = _STARTED
+        self.moved = True
         self.num_queued_tokens -= entry.num_prompt_tokens
         if entry.sent_bytes > self.read_bytes.get(entry.rank, 0):
             self.read_bytes[entry.rank] = entry.sent_bytes
 
     def _leave(self, entry: RequestEntry) -> None:
         self.num_ended += 1
+        self.moved = True
         if entry.stage is _Stage.QUEUED:
             self.num_queued_tokens -= entry.num_prompt_tokens
