@@ -229,10 +229,14 @@ class RequestFailed(RequestError):
 
 
 class RequestTimeout(RequestError, TimeoutError):
-    """A per-request deadline passed; ``partial`` has the tokens so far."""
+    """A per-request deadline passed; ``partial`` has the tokens so far, ``limit`` the name of the argument."""
 
     code = "request_timeout"
     status = 504
+
+    def __init__(self, message: str, *, limit: str | None = None, **request: Any) -> None:
+        super().__init__(message, **request)
+        self.limit = limit
 
 
 class OutputProcessingError(RequestError):
@@ -250,14 +254,19 @@ class EngineAsleepError(RequestError):
 
 
 class OverloadedError(RequestError):
-    """An admission limit is reached. ``retry_after_s`` is a hint in seconds, or ``None``."""
+    """An admission limit is reached: ``reason`` is ``"requests"``, ``"tokens"`` (of prompts that wait),
+    ``"bytes"`` (that the engine has not read) or ``"restarting"`` (every engine is). ``retry_after_s`` is a hint in
+    seconds, or ``None``."""
 
     code = "overloaded"
     status = 429
     retryable = True
 
-    def __init__(self, message: str, *, retry_after_s: float | None = None, **request: Any) -> None:
+    def __init__(
+        self, message: str, *, reason: str | None = None, retry_after_s: float | None = None, **request: Any
+    ) -> None:
         super().__init__(message, **request)
+        self.reason = reason
         self.retry_after_s = retry_after_s
 
 

@@ -240,6 +240,27 @@ def errors_only(peer: Peer) -> None:
             peer.reply(payload[1], False)
 
 
+def fails_at_first(peer: Peer, count: str, before: str = "null") -> None:
+    """Ends so many requests with a retryable error, behind the tokens ``before`` (JSON); then answers each with one
+    token."""
+    peer.start()
+    left = int(count)
+    while True:
+        kind, payload = peer.receive()
+        if kind == b"\x00":
+            if left and (tokens := json.loads(before)):
+                peer.send_tokens(payload[0], tokens)
+            if not left:
+                peer.send_tokens(payload[0], [7], 1)
+                continue
+            left -= 1
+            output = [payload[0], [], None, None, None, 3, None, None, None, None, None, None, None, 0]
+            output += [None, None, None, None, {"code": "engine_paused", "message": "it is", "retryable": True}]
+            peer.outputs.send(pack([peer.rank, [output], None, 0.0, None]))
+        elif kind == b"\x03":
+            peer.reply(payload[1], False)
+
+
 def only_once(peer: Peer, marker: str) -> None:
     """Serves calls if the file ``marker`` is not there, and makes it; exits with status 3 if it is."""
     if Path(marker).exists():

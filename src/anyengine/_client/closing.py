@@ -143,6 +143,7 @@ class Closing:
             self._was_ready = session.life.is_running
             self._in_flight = len(session.connection.requests) if session.is_connected else 0
             self.is_draining = self._was_ready
+            session.send_budget.wake()  # whoever waits to send is refused
         session.life.closing()
 
     async def stop(self) -> None:

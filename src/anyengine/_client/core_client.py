@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from anyengine._process.status import Status
-from anyengine._protocol import ClientState, Life, OutputConsumer
+from anyengine._protocol import ClientState, Life, OutputConsumer, checked_ids
 from anyengine._transport.abc import PeerUnreachable
 from anyengine._wire import (
     EngineCoreOutputs,
@@ -199,7 +199,8 @@ class EngineCoreClient(EngineInfo):
                 if not sent:
                     connection.requests.close(request.request_id)
             if sent:
-                session.send_budget.charge(chosen, sum(memoryview(frame).nbytes for frame in frames))
+                size_bytes = sum(memoryview(frame).nbytes for frame in frames)
+                connection.requests.live[request.request_id].sent_bytes = session.send_budget.charge(chosen, size_bytes)
                 return chosen
 
     async def wait_room(self) -> None:
@@ -209,10 +210,12 @@ class EngineCoreClient(EngineInfo):
         """
         await self.usable_session().send_budget.wait_room()
 
-    def abort(self, request_ids: str | Iterable[str]) -> None:
-        """Abort requests by wire id. Synchronous: it may stand in a ``finally``. Ids that are not alive are ignored.
+    def abort(self, request_ids: str | Iterable[str]) -> tuple[str, ...]:
+        """Abort requests by wire id; the ids that were alive. Synchronous: it may stand in a ``finally``.
 
-        No output follows. Never raises for a dead engine: there is nothing left to abort then.
+        No output follows: what the engine still sends is dropped, and counted in ``late_outputs``. An engine that goes
+        on although it must have taken the abort is told once more. Never raises for a dead engine: there is nothing
+        left to abort then.
 
         Raises:
             RequestRejected: an id is not a str; nothing has changed.
@@ -220,12 +223,17 @@ class EngineCoreClient(EngineInfo):
         """
         session = self._session
         if session is None or session.is_released or not hasattr(session, "connection"):
-            return
+            return ()
         session.check_thread()
-        for rank, frames in session.connection.abort(request_ids):
+        connection = session.connection
+        ids = checked_ids(request_ids)
+        doomed = tuple(request_id for request_id in dict.fromkeys(ids) if request_id in connection.requests.live)
+        for rank, frames in connection.abort(doomed):
             # Unreachable: its connection is gone, and everything it ran with it; the supervisor says why.
             with suppress(PeerUnreachable):
                 session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
+        session.on_room()
+        return doomed
 
     def outputs(self) -> OutputBatches:
         """Iterate over the output batches, in the order in which the engine sent them: :meth:`receive_outputs`,
@@ -238,8 +246,7 @@ class EngineCoreClient(EngineInfo):
         Raises:
             EngineDeadError: after everything that was received before the end; again on every further call.
 
-        Cancellation: loses nothing by a cancel scope; a native ``Task.cancel()`` may lose the one batch that was just
-        being handed to the task.
+        Cancellation: loses nothing.
         """
         session = self.session
         if session.cause is None:
@@ -318,5 +325,6 @@ class EngineCoreClient(EngineInfo):
 def _overloaded(rank: int, limit_bytes: int) -> OverloadedError:
     return OverloadedError(
         f"engine {rank} has not read what was sent to it: max_unread_bytes={limit_bytes} are on their way; "
-        "wait_room() tells when it has"
+        "wait_room() tells when it has",
+        reason="bytes",
     )

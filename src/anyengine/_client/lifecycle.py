@@ -100,8 +100,7 @@ def _release(session: Session, on_report: Callable[[ShutdownReport], None]) -> N
     for engine in session.children:
         engine.child.reap()
     on_report(session.closing.report)
-    session.feed.close()
-    session.stream.close()
+    session.feed.discard()
     session.is_released = True
     session.life.closed()
 

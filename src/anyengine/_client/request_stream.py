@@ -8,8 +8,8 @@ item.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Self
 
 import anyio
@@ -19,11 +19,14 @@ from anyengine.exceptions import EngineDeadError, EngineError, OutputProcessingE
 from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind, SamplingParams
 
+from .admission import Ticket
+from .deadlines import Timeouts
 from .prompts import Embeddings, Prompt
 from .request_desk import RequestDesk
 from .request_fields import RequestFields
 from .request_state import RequestState
 from .scores import ScoredRequestState, Scores
+from .wakeup import EndBell
 
 if TYPE_CHECKING:
     from anyengine._text import Detokenizer
@@ -47,13 +50,22 @@ class RequestStream:
         params: SamplingParams,
         request_id: str | None,
         fields: RequestFields,
+        *,
+        limits_s: Mapping[str, float | None] = MappingProxyType({}),
+        nowait: bool = False,
+        on_end: Callable[[], None] | None = None,
     ) -> None:
         self._find_desk = desk
         self._desk: RequestDesk | None = None  # of the session that the request was sent in
         self._prompt = prompt
         self._params = params
         self._fields = fields
+        self._limits_s = limits_s
+        self._nowait = nowait
+        self._on_end = on_end
         self._label = request_id
+        self._ticket: Ticket | None = None
+        self._abort_asked = False
         self._state: RequestState | None = None
         self._detokenizer: Detokenizer | None = None
         self._scores: Scores | None = None
@@ -75,15 +87,30 @@ class RequestStream:
         """The rank that runs it; ``None`` before the request is sent."""
         return None if self._state is None else self._state.rank
 
+    @property
+    def attempts(self) -> int:
+        """How often the request has been sent: more than once after a retry or a replay."""
+        return 0 if self._state is None else self._state.attempts
+
+    @property
+    def wire_id(self) -> str | None:
+        """Its id on the wire, which no other request has, and which a retry or a replay changes; ``None`` before the
+        request is sent."""
+        return None if self._state is None else self._state.wire_id
+
+    @property
+    def lag(self) -> int:
+        """How many tokens have arrived and have not been taken: how far the consumer is behind. They wait in one
+        merged piece."""
+        state = self._state
+        return 0 if state is None or state.token_ids is None else len(state.token_ids)
+
     # ------------------------------------------------------------------- context
 
     async def __aenter__(self) -> Self:
         """Send the request, if it has not been sent.
 
-        Raises:
-            RequestRejected: bad input; nothing was sent.
-            EngineDeadError: the engine died, or the client is closed.
-            ClosedResourceError: the stream was closed before.
+        Raises: see :meth:`start`.
 
         Cancellation: nothing is left in the engine.
         """
@@ -96,26 +123,73 @@ class RequestStream:
 
         Raises:
             RequestRejected: bad input; nothing was sent.
+            OverloadedError: an admission limit is reached; nothing was sent.
+            EngineAsleepError: the engine is paused or asleep; nothing was sent.
+            RequestTimeout: one of its time limits passed before it could be sent.
             EngineDeadError: the engine died, or the client is closed.
             ClosedResourceError: the stream was closed before.
 
         Cancellation: nothing is left in the engine.
         """
-        prepared: Sequence[int] | Embeddings = ()
+        if (sent := self._sent_or_closed()) is not None:
+            return sent
         desk = self._find_desk()
-        if self._state is None and not self._over:
-            prepared = await desk.prepare(self._prompt, self._params, self._label, self._fields)
-        if self._state is None:  # looked at again, both: another task may have sent or closed it meanwhile
-            if self._over:
-                raise anyio.ClosedResourceError
-            accepted = desk.send(prepared, self._params, self._label, self._fields)
-            self._state, self._detokenizer, self._num_prompt_tokens = accepted
-            self._desk = desk
-            self._label = self._state.label
-            if isinstance(self._state, ScoredRequestState):
-                self._scores = Scores(self._params, desk.token_texts() if self._params.detokenize else None)
-            self._prompt, self._fields = (), {}  # sent: not ours to keep
+        self._ticket = ticket = desk.ticket(self._prompt, self._label, nowait=self._nowait)
+        try:
+            timeouts = Timeouts.of(**self._limits_s) if self._limits_s else None
+            started_s = 0.0
+            if timeouts is None:
+                prepared = await desk.prepare(ticket, self._prompt, self._params, self._fields)
+            else:
+                started_s = anyio.current_time()
+                prepared = await self._prepare_in_time(desk, ticket, timeouts, started_s)
+            if (sent := self._sent_or_closed()) is not None:  # by another task, meanwhile
+                return sent
+            aborted = self._abort_asked or ticket.aborted
+            return self._send(desk, prepared, timeouts, started_s, aborted=aborted)
+        finally:
+            self._ticket = None
+            ticket.close()
+
+    def _sent_or_closed(self) -> RequestState | None:
+        if self._state is None and self._over:
+            raise anyio.ClosedResourceError
         return self._state
+
+    async def _prepare_in_time(
+        self, desk: RequestDesk, ticket: Ticket, timeouts: Timeouts, started_s: float
+    ) -> Sequence[int] | Embeddings:
+        limit_s, name = timeouts.before_sending_s()
+        with anyio.CancelScope(deadline=started_s + limit_s):
+            return await desk.prepare(ticket, self._prompt, self._params, self._fields)
+        desk.request_timeouts += 1
+        raise timeouts.expired(name, self._label, sent=False)
+
+    def _send(
+        self,
+        desk: RequestDesk,
+        prepared: Sequence[int] | Embeddings,
+        timeouts: Timeouts | None,
+        started_s: float,
+        *,
+        aborted: bool,
+    ) -> RequestState:
+        if aborted:
+            state = desk.unsent(self._params, self._label)
+        else:
+            accepted = desk.send(prepared, self._params, self._label, self._fields, timeouts, started_s)
+            state, self._detokenizer, self._num_prompt_tokens = accepted
+        self._state = state
+        self._desk = desk
+        self._label = state.label
+        if isinstance(state, ScoredRequestState):
+            self._scores = Scores(self._params, desk.token_texts() if self._params.detokenize else None)
+        if self._on_end is not None:
+            state.parker = EndBell(state, self._on_end)
+            if state.ended:
+                self._on_end()
+        self._prompt, self._fields = (), {}  # sent: not ours to keep
+        return state
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -135,15 +209,26 @@ class RequestStream:
         state = self._state
         if state is not None and not state.ended:
             self._abort(state)
+        elif self._ticket is not None:
+            self._ticket.abort()
         self._over = True  # last: in another thread the abort is refused, and the stream is what it was
 
     def abort(self) -> None:
-        """Ask for the end: the request is aborted, and the stream yields its last item, with ``finish_reason="abort"``.
+        """Ask for the end: the request is aborted, and the stream yields its last item, with ``finish_reason="abort"``
+        and everything that has arrived. One that has not been sent never will be.
 
         Synchronous. Does nothing once the request has ended.
         """
-        if self._state is not None and not self._state.ended:
+        if self._state is None:
+            self._abort_asked = True
+            if self._ticket is not None:
+                self._ticket.abort()
+        elif not self._state.ended:
             self._abort(self._state)
+
+    def disown(self) -> None:
+        """Somebody else sees to its end."""
+        self._over = True
 
     def __del__(self) -> None:
         state = getattr(self, "_state", None)
@@ -171,6 +256,8 @@ class RequestStream:
         Raises:
             StopAsyncIteration: the final output was delivered, or the stream was closed.
             RequestRejected: bad input; nothing was sent.
+            OverloadedError, EngineAsleepError: no request is taken now; nothing was sent.
+            RequestTimeout: one of its time limits passed; what had arrived was delivered before, and is in ``partial``.
             RequestFailed: the engine ended the request with an error, or aborted it on its own account.
             EngineDeadError: the engine died, or the client is closed; again on every further call.
             BusyResourceError: another task is iterating.

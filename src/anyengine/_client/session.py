@@ -8,7 +8,6 @@ raise out of the group: they end the session with a cause.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -16,7 +15,6 @@ from typing import TypeAlias, TypeVarTuple
 
 import anyio
 import anyio.lowlevel
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from anyengine._process.attached import AttachedRank
 from anyengine._process.supervisor import SupervisedEngine
@@ -34,10 +32,12 @@ from anyengine.exceptions import (
 
 from .burials import Burials, RankDeath
 from .closing import Closing
+from .fences import FencePassed, Fences
 from .liveness import Liveness
 from .notifications import Notification, Notifications, is_worth_a_line
 from .restarts import Restarts
 from .send_budget import SendBudget
+from .session_feed import SessionFeed
 from .settings import SessionSettings
 
 __all__ = ["Session", "SessionItem"]
@@ -47,8 +47,8 @@ _logger = logging.getLogger("anyengine.client")
 ArgsT = TypeVarTuple("ArgsT")
 
 
-SessionItem: TypeAlias = EngineCoreOutputs | UtilityReply | RankDeath | EngineDeadError
-"""What travels through the session's stream, in the order received; the error that ends the session is the last
+SessionItem: TypeAlias = EngineCoreOutputs | UtilityReply | FencePassed | RankDeath | EngineDeadError
+"""What travels through the session's feed, in the order received; the error that ends the session is the last
 item."""
 
 
@@ -56,12 +56,10 @@ class Session:
     """See the module. Owning task: the one that entered the client. Lifetime: one ``async with``.
 
     Invariants: ``cause`` is set once, with the first fatal error; once it is set nothing is registered any more, and
-    what was registered before is told through ``stream``, behind everything received earlier.
+    what was registered before is told through ``feed``, behind everything received earlier.
     """
 
     connection: Connection
-    feed: MemoryObjectSendStream[SessionItem]
-    stream: MemoryObjectReceiveStream[SessionItem]
 
     def __init__(
         self, settings: SessionSettings, endpoints: ClientEndpoints, tasks: anyio.abc.TaskGroup, life: Life
@@ -81,14 +79,19 @@ class Session:
         self.merged_registration: EngineCoreReadyResponse | None = None
         self.burials: Burials = Burials(self, self.ranks)
         self.restarts: Restarts = Restarts(self)
-        self.feed, self.stream = anyio.create_memory_object_stream[SessionItem](math.inf)
+        self.feed: SessionFeed[SessionItem] = SessionFeed()
         self.liveness: Liveness = Liveness(self, self.ranks)
+        self.sent_again: int = 0
+        """How many requests wait to be sent once more: they are in no registry, and in flight all the same."""
         self.send_budget: SendBudget = SendBudget(self, self.ranks, settings.max_unread_bytes)
+        self.fences: Fences = Fences(self)
+        self.on_room: Callable[[], None] = _nothing
+        """Called when there may be room for a request where there was none."""
         self.notifications: Notifications = Notifications(settings.on_notification, tasks)
         self.closing: Closing = Closing(self)
         self._messages_dropped = 0
         self.in_order: bool = False
-        """Set by a client whose consumer of ``stream`` also resolves the replies and passes the cause on, so that a
+        """Set by a client whose consumer of ``feed`` also resolves the replies and passes the cause on, so that a
         reply is a fence: everything sent before it has reached its consumers. Otherwise both happen as they arrive."""
         self._idle = anyio.Event()
         self._thread_id = threading.get_ident()
@@ -228,6 +231,7 @@ class Session:
         self.ended.set()
         self._idle.set()
         self.send_budget.wake()
+        self.restarts.look()
         if not self.in_order:
             if self.is_connected:
                 self.connection.utilities.fail_all(cause)
@@ -358,3 +362,7 @@ class Session:
             self._unwatched[engine.rank].set()
         if self.is_ready:
             self.burials.bury(engine.rank)
+
+
+def _nothing() -> None:
+    """Nobody waits for room."""

@@ -206,8 +206,10 @@ class BusyLoop:
         finished = self._engine.take_finished()
         if not self._reports_finished:
             finished.clear()
-        stats: SchedulerStats | None = self._engine.scheduler_stats()
-        for client_index in dict.fromkeys([*by_client, *finished]):
+        told = dict.fromkeys([*by_client, *finished])
+        # What is counted since the last reading must not be read without being sent.
+        stats: SchedulerStats | None = self._engine.scheduler_stats() if told else None
+        for client_index in told:
             outputs_of_client, gone = by_client.get(client_index, []), finished.get(client_index)
             self._send_step(client_index, outputs_of_client, stats, gone)
             stats = None  # on one message of a step only, as vLLM
