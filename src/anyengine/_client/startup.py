@@ -291,11 +291,13 @@ def _note_stages(session: Session, handshake: FrontendHandshake) -> None:
 
 
 def _too_late(session: Session, late: Sequence[int]) -> EngineError:
-    if not late:
-        silent = " (it has said that it is ready, and does not answer)"
-        return session.engines[session.ranks[0]].startup_timeout(session.settings.startup_timeout_s, silent)
     others = f" ({len(late)} of {len(session.ranks)} are not: {', '.join(map(str, late))})" if session.ranks[1:] else ""
-    return session.engines[late[0]].startup_timeout(session.settings.startup_timeout_s, others)
+    if not late:
+        others = " (it has said that it is ready, and does not answer)"
+    first = late[0] if late else session.ranks[0]
+    error = session.engines[first].startup_timeout(session.settings.startup_timeout_s, others)
+    error.stage_seconds_by_rank = {rank: engine.stage_seconds for rank, engine in session.engines.items()}
+    return error
 
 
 # -------------------------------------------------------------------------------- the dialects
