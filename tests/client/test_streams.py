@@ -161,7 +161,9 @@ async def test_cancellation_at_every_scheduling_step(anyio_backend_name: str) ->
                 assert client.statistics()["requests_in_flight"] == 1  # the neighbour
                 # Exactly one abort, or none because it was never sent or had finished (perhaps with its last output
                 # still untaken).
-                finished = stream._state is not None and stream._state.finish_reason == "length"
+                finished = (
+                    stream._completions is not None and stream._completions._all[0].state.finish_reason == "length"
+                )
                 assert aborted == (0 if finished else added), (turns, added, aborted)
                 assert finished or not completed
                 assert after["num_running_requests"] + after["num_waiting_requests"] == 1

@@ -12,7 +12,6 @@ from anyengine.params import PoolingParams
 from .prompts import Prompt
 from .request_desk import RequestDesk
 from .request_fields import RequestFields
-from .request_state import PooledRequestState
 
 __all__ = ["encode_once"]
 
@@ -22,8 +21,7 @@ async def encode_once(
 ) -> PoolingOutput:
     """See :meth:`EngineClient.encode`."""
     prepared = await desk.prepare(prompt, params, label, fields)
-    state, _, num_prompt_tokens = desk.send(prepared, params, label, fields)
-    assert isinstance(state, PooledRequestState)
+    state, num_prompt_tokens = desk.send_pooling(prepared, params, label, fields)
     try:
         while not state.ended:
             await state.parker.park()

@@ -8,6 +8,7 @@ they come to it with a prompt and hold the :class:`RequestState` that it gives t
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -15,20 +16,21 @@ import anyio
 
 from anyengine._protocol import UtilityReply
 from anyengine._text import Detokenizer
-from anyengine._wire import OutputBatch
+from anyengine._wire import EngineCoreRequest, OutputBatch
 from anyengine.exceptions import (
     ClientClosedError,
     ClientFailedError,
     EngineDeadError,
     OutputProcessingError,
 )
-from anyengine.outputs import TokenDecoder
 from anyengine.params import PoolingParams, SamplingParams
 
 from .burials import RankDeath
+from .completion import Completion
 from .core_client import EngineCoreClient
 from .dropped import DroppedRequests
 from .engine_limits import common_limits
+from .fan_out import ChildParker, Completions, children_of
 from .prompts import Embeddings, Prompt
 from .readiness import EngineReadiness
 from .refusals import in_users_words
@@ -37,7 +39,8 @@ from .request_fields import RequestFields
 from .request_state import PooledRequestState, RequestState
 from .scores import ScoredRequestState, wants_scores
 from .session import SessionItem
-from .wakeup import make_parker
+from .stopping import Stopper
+from .wakeup import Parker, make_parker
 
 __all__ = ["RequestDesk"]
 
@@ -93,7 +96,7 @@ class RequestDesk:
         if adapter is not None and not self._readiness.has_loaded(adapter):
             # All else is checked before anything is sent; by now the engine may be dead.
             self._core.usable_session()
-            request, _ = builder.build(prepared, params, label, fields)
+            request = builder.build(prepared, params, label, fields)
             request.lora_request = None
             with in_users_words(request.external_req_id or ""):
                 connection = self._session.connection
@@ -109,28 +112,52 @@ class RequestDesk:
     def send(
         self,
         prompt: Sequence[int] | Embeddings,
-        params: SamplingParams | PoolingParams,
+        params: SamplingParams,
         label: str | None,
         fields: RequestFields,
-    ) -> tuple[RequestState, Detokenizer | None, int]:
-        """Check, register and send one request. Synchronous: it is owned when this returns.
+    ) -> Completions:
+        """Check, register and send one request, with all its completions. Synchronous: it is owned when this returns.
+
+        Raises:
+            RequestRejected: bad input; nothing was sent.
+            EngineDeadError: the engine died, or the client is closed; nothing is left in another.
+        """
+        builder = self.builder
+        request = builder.build(prompt, params, label, fields)
+        length, decode = num_prompt_tokens(request), builder.token_texts if params.detokenize else None
+        parker, woken = make_parker(), deque[int]()
+        completions: list[Completion] = []
+        children = children_of(request)
+        try:
+            for index, child in enumerate(children):
+                detokenizer = builder.detokenizer(request, params)
+                waker = parker if len(children) == 1 else ChildParker(index, parker, woken)
+                state = _make_state(child, waker, params, detokenizer, length)
+                self._add(child, state)
+                completions.append(Completion(index, state, params, detokenizer, length, decode))
+        except BaseException:
+            self.abort([completion.state for completion in completions])
+            raise
+        builder.note_sent(request)
+        return Completions(completions, parker, woken)
+
+    def send_pooling(
+        self, prompt: Sequence[int] | Embeddings, params: PoolingParams, label: str | None, fields: RequestFields
+    ) -> tuple[PooledRequestState, int]:
+        """:meth:`send` for a request that generates nothing; where its result will be, and the length of its prompt.
 
         Raises:
             RequestRejected: bad input; nothing was sent.
             EngineDeadError: the engine died, or the client is closed.
         """
-        request, detokenizer = self.builder.build(prompt, params, label, fields)
-        assert request.external_req_id is not None
-        length = num_prompt_tokens(request)
-        state = _make_state(request.request_id, request.external_req_id, params, length)
+        request = self.builder.build(prompt, params, label, fields)
+        state = PooledRequestState(request.request_id, request.external_req_id or "", make_parker())
+        self._add(request, state)
+        return state, num_prompt_tokens(request)
+
+    def _add(self, request: EngineCoreRequest, state: RequestState) -> None:
         with in_users_words(state.label):
             state.rank = self._core.add(request, state)
-        self.builder.note_sent(request)
-        return state, detokenizer, length
-
-    def token_texts(self) -> TokenDecoder | None:
-        """What tells the texts of single tokens, if the model has a tokenizer."""
-        return self.builder.token_texts
 
     def abort(self, states: Sequence[RequestState]) -> None:
         """Abort requests in the engine and give their consumers the final item. Synchronous."""
@@ -195,6 +222,8 @@ class RequestDesk:
         if isinstance(item, OutputBatch):
             for entry, exc in connection.requests.dispatch(item.outputs):
                 self._core.abort([entry.request_id])
+                if exc is None:
+                    continue
                 assert isinstance(entry.consumer, RequestState)
                 error = OutputProcessingError(
                     f"cannot take an output of request {entry.request_id!r}: {exc!r}", request_id=entry.consumer.label
@@ -224,11 +253,20 @@ class RequestDesk:
 
 
 def _make_state(
-    wire_id: str, label: str, params: SamplingParams | PoolingParams, num_prompt_tokens: int
+    request: EngineCoreRequest,
+    parker: Parker,
+    params: SamplingParams,
+    detokenizer: Detokenizer | None,
+    num_prompt_tokens: int,
 ) -> RequestState:
-    """Where the outputs of a request with ``params`` go: the plain one, unless it asks for more than tokens."""
-    if isinstance(params, PoolingParams):
-        return PooledRequestState(wire_id, label, make_parker())
+    """Where the outputs of a request go: the plain one, unless it asks for more than tokens."""
+    wire_id, label = request.request_id, request.external_req_id or ""
     if wants_scores(params):
-        return ScoredRequestState(wire_id, label, make_parker(), params, num_prompt_tokens)
-    return RequestState(wire_id, label, make_parker())
+        state: RequestState = ScoredRequestState(wire_id, label, parker, params, num_prompt_tokens)
+    else:
+        state = RequestState(wire_id, label, parker)
+    if params.stream_interval is not None:
+        state.interval = params.stream_interval
+    if params.stop and detokenizer is not None:
+        state.stopper = Stopper(params, detokenizer)
+    return state

@@ -1,9 +1,9 @@
 """Stop strings: where an output ends because of its text, and how much of its text may be given before.
 
-Owns the search, the hold-back and the cut. Knows nothing of the wire, of log-probabilities or of requests. The rules are
-those of vLLM 0.32.0 (``v1/engine/detokenizer.py``): the match that is complete first wins, at a tie the one that stands
-first in the list; one that is complete within the first ``min_tokens`` tokens does not count; as long as the output
-runs, one character less than the longest stop string is held back.
+Owns the search, the hold-back and the cut. Knows nothing of the wire, of log-probabilities or of requests. The rules
+are those of vLLM 0.32.0 (``v1/engine/detokenizer.py``): the match that is complete first wins, at a tie the one that
+stands first in the list; one that is complete within the first ``min_tokens`` tokens does not count; as long as the
+output runs, one character less than the longest stop string is held back.
 """
 
 from __future__ import annotations
