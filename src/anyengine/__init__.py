@@ -15,12 +15,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ._client.client import EngineClient
     from ._client.core_client import EngineCoreClient
+    from ._client.events import ClientEvents
     from ._client.operations import PauseMode
     from ._client.prompts import EmbedsPrompt, Prompt
     from ._client.request_stream import RequestStream
-    from ._client.settings import ClientState
     from ._process.status import Status
-    from ._protocol import EEPNotification, FaultStatus
+    from ._protocol import (
+        ClientEvent,
+        ClientState,
+        CurrentState,
+        EEPNotification,
+        FaultStatus,
+        RankChanged,
+        RankState,
+        StateChanged,
+    )
     from ._text import Tokenizer
     from ._wire import (
         EngineCoreOutput,
@@ -92,9 +101,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ClientClosedError",
+    "ClientEvent",
+    "ClientEvents",
     "ClientFailedError",
     "ClientState",
     "CommandEngine",
+    "CurrentState",
     "DecodeError",
     "DrainTimeout",
     "EEPNotification",
@@ -137,6 +149,8 @@ __all__ = [
     "PoolingParams",
     "Prompt",
     "ProtocolError",
+    "RankChanged",
+    "RankState",
     "RemoteEngine",
     "RemoteProtocolError",
     "RepetitionDetectionParams",
@@ -149,6 +163,7 @@ __all__ = [
     "RunningEngine",
     "SamplingParams",
     "StartupTimeout",
+    "StateChanged",
     "Status",
     "StructuredOutputsParams",
     "Tensor",
@@ -166,13 +181,19 @@ _HOMES = {
     for module, names in {
         "_client.client": ("EngineClient",),
         "_client.core_client": ("EngineCoreClient",),
+        "_client.events": ("ClientEvents",),
         "_client.operations": ("PauseMode",),
         "_client.prompts": ("EmbedsPrompt", "Prompt"),
         "_client.request_stream": ("RequestStream",),
-        "_client.settings": ("ClientState",),
         "_protocol": (
+            "ClientEvent",
+            "ClientState",
+            "CurrentState",
             "EEPNotification",
             "FaultStatus",
+            "RankChanged",
+            "RankState",
+            "StateChanged",
         ),
         "_text": ("Tokenizer",),
         "_wire": (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
@@ -23,6 +23,7 @@ __all__ = [
     "EmbeddedEngine",
     "EngineLaunch",
     "EngineSettings",
+    "InMemoryEngine",
     "InheritedEngine",
     "LaunchedEngine",
     "RemoteEngine",
@@ -305,13 +306,30 @@ class InheritedEngine(_Described, frozen=True, kw_only=True):
                 raise ValueError(f"{name}={value!r} must be an int of at least 0")
 
 
+class InMemoryEngine(_Described, frozen=True, kw_only=True):
+    """An engine core that runs as a task of the client, in the same event loop: no process, no ZeroMQ.
+
+    ``serve`` is called with a :class:`~anyengine._transport.memory.MemoryLink`, its rank and a
+    :class:`~anyengine._process.task_child.TaskHost`. ``model_dir`` and ``args`` as in :class:`CommandEngine`.
+    """
+
+    serve: Callable[[Any, int, Any], Awaitable[None]]
+    model_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        self._check_args()
+        serve: object = self.serve
+        if not callable(serve):
+            raise ValueError(f"serve={serve!r} must be an async function of (link, rank, host)")
+
+
 LaunchedEngine: TypeAlias = EmbeddedEngine | CommandEngine | VLLMEngine
 """Every kind of engine core that a client can start."""
 
 AttachedEngine: TypeAlias = RemoteEngine | RunningEngine | InheritedEngine
 """Every kind of engine core that someone else starts, and a client joins."""
 
-EngineSettings: TypeAlias = LaunchedEngine | AttachedEngine
+EngineSettings: TypeAlias = LaunchedEngine | AttachedEngine | InMemoryEngine
 """Every kind of engine core behind a client."""
 
 _MAX_RANK = 0xFFFF  # an identity has two bytes

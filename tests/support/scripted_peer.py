@@ -200,6 +200,14 @@ def record(peer: Peer, path: str, version: str = "0.33.0") -> None:
                 peer.reply(payload[1], "ok")
 
 
+def says_paused(peer: Peer) -> None:
+    """Answers every call with true: of itself, that it is paused."""
+    peer.start()
+    while True:
+        _, payload = peer.receive()
+        peer.reply(payload[1], True)
+
+
 def old_release(peer: Peer, probe: str) -> None:
     """Registers with an empty frame, as releases up to 0.19.1 do, and has is_scheduler_paused ("found": from 0.17) or
     not ("missing"). Answers an ADD with one token: 1 if position 5 is an end-of-sequence id, as it is up to 0.16."""

@@ -6,7 +6,8 @@ import anyio
 import pytest
 
 from anyengine._transport.abc import ClientEndpoints, PeerUnreachable
-from anyengine._transport.memory import MemoryEndpoints, MemoryPull, MemoryRouter
+from anyengine._transport.memory import MemoryEndpoints, MemoryLink, MemoryPull, MemoryRouter
+from anyengine._transport.monitor import open_monitor
 
 pytestmark = pytest.mark.anyio
 
@@ -73,3 +74,35 @@ async def test_endpoints_close_all_three() -> None:
     for socket in (endpoints.handshake, endpoints.inputs, endpoints.outputs):
         with pytest.raises(anyio.ClosedResourceError):
             socket.drain_nowait()
+
+
+async def test_a_monitor_tells_of_every_peer_at_once() -> None:
+    """In the words of libzmq; the end of the watched socket ends the iteration."""
+    router, pull = MemoryRouter(), MemoryPull()
+    monitors = open_monitor(router), open_monitor(pull)
+    with pytest.raises(anyio.BrokenResourceError):
+        open_monitor(router)
+    first, second, pusher = router.connect(b"1"), router.connect(b"2"), pull.connect()
+    second.close()
+    pusher.close()
+    router.close()
+    pull.close()
+    first.close()  # nobody is told any more
+    seen = [[(event.kind, event.connection) async for event in monitor] for monitor in monitors]
+    assert seen == [
+        [("connected", 1), ("connected", 2), ("disconnected", 2)],
+        [("connected", 1), ("disconnected", 1)],
+    ]
+
+
+async def test_a_link_closes_what_it_opened() -> None:
+    with MemoryEndpoints() as endpoints:
+        with MemoryLink(endpoints, b"\0\0") as link:
+            link.connect_handshake().send_nowait([b"hello"])
+            link.connect_inputs()
+            link.connect_outputs().send_nowait([b"output"])
+            endpoints.inputs.send_nowait([b"\0\0", b"x"])
+        with pytest.raises(PeerUnreachable):
+            endpoints.inputs.send_nowait([b"\0\0", b"x"])
+        assert endpoints.handshake.drain_nowait() == [[b"\0\0", b"hello"]]
+        assert endpoints.outputs.drain_nowait() == [[b"output"]]

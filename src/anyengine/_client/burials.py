@@ -119,6 +119,7 @@ class Burials:
         rota = session.connection.rota
         rota.bury(rank)
         self.deaths[rank] = death
+        session.life.lost(rank, death)
         if not rota.alive:
             session.end(death)
         if session.cause is not None:

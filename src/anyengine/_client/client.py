@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Literal, Self, Unpack
 
 from anyengine._process.status import Status
+from anyengine._protocol import ClientState
 from anyengine._text import Tokenizer
 from anyengine.config import EmbeddedEngine, EngineSettings
 from anyengine.exceptions import ClientClosedError, EngineDeadError, UtilityError
@@ -21,8 +22,10 @@ from anyengine.params import PoolingParams, SamplingParams
 
 from .core_client import EngineCoreClient
 from .engine_limits import common_limits
+from .events import ClientEvents
 from .liveness import PROBE
 from .model_files import load_model_files
+from .notifications import Notification
 from .operations import EngineOperations
 from .pooling import encode_once
 from .prompts import Prompt
@@ -30,7 +33,6 @@ from .request_builder import RequestBuilder
 from .request_desk import RequestDesk
 from .request_fields import RequestFields, check_field_names
 from .request_stream import RequestStream
-from .settings import ClientState, Notification
 
 __all__ = ["EngineClient"]
 
@@ -244,6 +246,10 @@ class EngineClient(EngineOperations):
     def state(self) -> ClientState:
         """Where the client is in its life."""
         return self._core.state
+
+    def events(self) -> ClientEvents:
+        """Follow the client's life, and its ranks'; see :meth:`EngineCoreClient.events`."""
+        return self._core.events()
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -6,34 +6,36 @@ Owns the public low-level client (vLLM: ``AsyncMPClient``) and the sending of co
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 from anyengine._process.status import Status
-from anyengine._protocol import OutputConsumer
+from anyengine._protocol import ClientState, Life, OutputConsumer
 from anyengine._transport.abc import PeerUnreachable
 from anyengine._wire import (
     EngineCoreOutputs,
     EngineCoreRequest,
     engine_identity,
 )
-from anyengine.config import EngineSettings
+from anyengine.config import EngineSettings, engine_ranks
 from anyengine.exceptions import (
     ClientClosedError,
     EngineDeadError,
+    EngineError,
     OverloadedError,
+    WrongLoopError,
 )
 
 from .engine_info import EngineInfo
+from .events import ClientEvents, EventLog
 from .lifecycle import open_session
+from .notifications import Notification
 from .output_batches import BatchConsumer, OutputBatches
 from .session import Session
-from .settings import ClientState, Notification, SessionSettings
-
-if TYPE_CHECKING:
-    pass
+from .settings import SessionSettings
 
 __all__ = ["EngineCoreClient"]
 
@@ -85,6 +87,9 @@ class EngineCoreClient(EngineInfo):
             on_progress=on_progress,
             on_notification=on_notification,
         )
+        self._log = EventLog()
+        self._life = Life(self._log.publish)
+        self._thread_id: int | None = None  # of the block, or the last one
         self._batch = BatchConsumer()
         self._session: Session | None = None
         self._context: AbstractAsyncContextManager[Session] | None = None
@@ -99,10 +104,13 @@ class EngineCoreClient(EngineInfo):
         """
         if self._context is not None:
             raise RuntimeError("this client is in use already; make another one for another block")
-        self._context = context = open_session(self._settings)
+        self._context = context = open_session(self._settings, self._life)
+        self._thread_id = threading.get_ident()
+        self._life.begin(engine_ranks(self._settings.engines))
         try:
             self._session = await context.__aenter__()
-        except BaseException:
+        except BaseException as exc:
+            self._life.closed(exc if isinstance(exc, EngineError) else None)
             self._context = None
             raise
         return self
@@ -171,7 +179,7 @@ class EngineCoreClient(EngineInfo):
             WrongLoopError: called from another thread than the one that entered the client; nothing has changed.
         """
         session = self._session
-        if session is None or session.state is ClientState.CLOSED or not hasattr(session, "connection"):
+        if session is None or session.is_released or not hasattr(session, "connection"):
             return
         session.check_thread()
         for rank, frames in session.connection.abort(request_ids):
@@ -203,7 +211,17 @@ class EngineCoreClient(EngineInfo):
     @property
     def state(self) -> ClientState:
         """Where the client is in its life."""
-        return ClientState.CREATED if self._session is None else self._session.state
+        return self._life.state
+
+    def events(self) -> ClientEvents:
+        """Follow the client's life: first how things stand, then every change of its state or of a rank's, until the
+        block has been left. Before the block is entered, it waits for that. Any number may follow, each in a task of
+        its own; one that is too slow gets a :class:`CurrentState` in place of what it has missed."""
+        return ClientEvents(self._log, self._life.current, self._check_follower)
+
+    def _check_follower(self) -> None:
+        if self._context is not None and self._thread_id != threading.get_ident():
+            raise WrongLoopError("follow a client in the event loop that entered it")
 
     async def wait_dead(self, rank: int | None = None) -> EngineDeadError:
         """Wait until the session ends, or until ``rank`` is lost, and return why.

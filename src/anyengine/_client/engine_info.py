@@ -94,5 +94,5 @@ class EngineInfo(EngineCalls):
             "late_outputs": connection.requests.late_outputs,
             "late_utility_replies": connection.utilities.late_replies,
             "malformed_messages": connection.malformed_messages,
-            "notification_failures": session.notification_failures,
+            "notification_failures": session.notifications.failures,
         }

@@ -14,15 +14,18 @@ from functools import partial
 import anyio
 
 from anyengine._process.supervisor import SupervisedEngine
-from anyengine._transport.abc import PeerUnreachable
-from anyengine._transport.endpoints import Endpoints, open_endpoints
+from anyengine._protocol import Life
+from anyengine._transport.abc import ClientEndpoints, PeerUnreachable
+from anyengine._transport.endpoints import open_endpoints
+from anyengine._transport.memory import MemoryEndpoints
 from anyengine._transport.monitor import open_monitor
 from anyengine._wire import engine_identity
+from anyengine.config import InMemoryEngine
 from anyengine.exceptions import ClientClosedError, EngineDeadError, EngineStartupError
 
 from .liveness import PROBE
 from .session import Session
-from .settings import ClientState, SessionSettings
+from .settings import SessionSettings
 from .startup import listeners_for, start_engines
 
 __all__ = ["open_session"]
@@ -31,8 +34,8 @@ _STARTUP_GRACE_S = 0.5  # an engine that is still loading has nothing to finish
 
 
 @asynccontextmanager
-async def open_session(settings: SessionSettings) -> AsyncIterator[Session]:
-    """Start the engine and the session's tasks; end all of it when the block ends.
+async def open_session(settings: SessionSettings, life: Life) -> AsyncIterator[Session]:
+    """Start the engine and the session's tasks; end all of it when the block ends. ``life`` is told of both.
 
     Raises:
         EngineStartupError: the engine did not become ready (:class:`StartupTimeout`: in time).
@@ -50,7 +53,7 @@ async def open_session(settings: SessionSettings) -> AsyncIterator[Session]:
     ):
         try:
             async with anyio.create_task_group() as tasks:
-                session = Session(settings, endpoints, tasks)
+                session = Session(settings, endpoints, tasks, life)
                 try:
                     watch = session.liveness.watch_connections
                     tasks.start_soon(session.own, watch, "input", input_monitor)  # noqa: ASYNC113 - events queue up
@@ -82,7 +85,9 @@ async def open_session(settings: SessionSettings) -> AsyncIterator[Session]:
         raise session.cause.for_waiter()
 
 
-def _listen(settings: SessionSettings) -> Endpoints:
+def _listen(settings: SessionSettings) -> ClientEndpoints:
+    if isinstance(settings.engines[0], InMemoryEngine):
+        return MemoryEndpoints()
     try:
         return open_endpoints(listeners_for(settings.engines) or "ipc")
     except (anyio.BrokenResourceError, OSError) as exc:
@@ -94,7 +99,7 @@ async def _stop(session: Session) -> None:
     was_ready = session.is_ready
     grace_s = session.settings.shutdown_grace_s if was_ready else _STARTUP_GRACE_S
     session.close()
-    session.state = ClientState.CLOSING
+    session.life.closing()
     engines = session.children
     if was_ready and not engines:
         await _settle_aborts(session, grace_s)
@@ -144,7 +149,8 @@ def _release(session: Session) -> None:
         engine.child.reap()
     session.feed.close()
     session.stream.close()
-    session.state = ClientState.CLOSED
+    session.is_released = True
+    session.life.closed()
 
 
 def _unwrapped(group: BaseExceptionGroup[BaseException]) -> BaseException:

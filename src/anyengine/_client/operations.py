@@ -124,6 +124,8 @@ class EngineOperations:
         """Take memory back: all of it, or that of ``"weights"``, ``"kv_cache"``, ``"scheduling"``. Whether all of it is
         back, where the release says so; ``True`` where it does not."""
         answers = await self._call("wake_up", None if tags is None else list(tags))
+        if tags is not None and None in answers.values():
+            await self._call("is_sleeping")  # a release that does not say how much of it is back
         return all(answer is not False for answer in answers.values())
 
     async def release_kv_cache_memory(self) -> None:

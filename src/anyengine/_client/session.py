@@ -19,9 +19,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from anyengine._process.attached import AttachedRank
 from anyengine._process.supervisor import SupervisedEngine
-from anyengine._protocol import Connection, DeadSentinel, Frames, MalformedMessage, UtilityReply
-from anyengine._transport.abc import Message, PeerUnreachable
-from anyengine._transport.endpoints import Endpoints
+from anyengine._protocol import Connection, DeadSentinel, Frames, Life, MalformedMessage, UtilityReply
+from anyengine._transport.abc import ClientEndpoints, Message, PeerUnreachable
 from anyengine._wire import EngineCoreOutputs, EngineCoreReadyResponse, OutputBatch, engine_identity
 from anyengine.config import engine_ranks
 from anyengine.exceptions import (
@@ -34,14 +33,13 @@ from anyengine.exceptions import (
 
 from .burials import Burials, RankDeath
 from .liveness import Liveness
+from .notifications import Notification, Notifications, is_worth_a_line
 from .send_budget import SendBudget
-from .settings import ClientState, Notification, SessionSettings
+from .settings import SessionSettings
 
 __all__ = ["Session", "SessionItem"]
 
 _logger = logging.getLogger("anyengine.client")
-
-_MAX_HANDLERS = 256  # at a time: a reconfiguration notifies once for each rank and stage
 
 ArgsT = TypeVarTuple("ArgsT")
 
@@ -62,12 +60,16 @@ class Session:
     feed: MemoryObjectSendStream[SessionItem]
     stream: MemoryObjectReceiveStream[SessionItem]
 
-    def __init__(self, settings: SessionSettings, endpoints: Endpoints, tasks: anyio.abc.TaskGroup) -> None:
+    def __init__(
+        self, settings: SessionSettings, endpoints: ClientEndpoints, tasks: anyio.abc.TaskGroup, life: Life
+    ) -> None:
         self.settings = settings
         self.endpoints = endpoints
         self.tasks = tasks
-        self.state: ClientState = ClientState.STARTING
+        self.life = life
         self.cause: EngineDeadError | None = None
+        self.is_released: bool = False
+        """Everything is torn down; nothing can be sent any more."""
         self.ended: anyio.Event = anyio.Event()
         self.body_scope: anyio.CancelScope = anyio.CancelScope()
         self.ranks: tuple[int, ...] = engine_ranks(settings.engines)
@@ -78,8 +80,7 @@ class Session:
         self.feed, self.stream = anyio.create_memory_object_stream[SessionItem](math.inf)
         self.liveness: Liveness = Liveness(self, self.ranks)
         self.send_budget: SendBudget = SendBudget(self, self.ranks, settings.max_unread_bytes)
-        self.notification_failures: int = 0
-        self._handlers_running = 0
+        self.notifications: Notifications = Notifications(settings.on_notification, tasks)
         self._messages_dropped = 0
         self.in_order: bool = False
         """Set by a client whose consumer of ``stream`` also resolves the replies and passes the cause on, so that a
@@ -93,8 +94,8 @@ class Session:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the engines are ready and the session has not ended."""
-        return self.state is ClientState.READY
+        """Whether the engines were ready and the session has not ended."""
+        return self.cause is None and self.life.is_running
 
     @property
     def is_left(self) -> bool:
@@ -162,7 +163,7 @@ class Session:
             return
         self.cause = cause
         if not isinstance(cause, ClientClosedError):
-            self.state = ClientState.DEAD
+            self.life.died(cause)
         self.feed.send_nowait(cause)
         self.feed.close()
         self.burials.all_end(cause)
@@ -271,18 +272,11 @@ class Session:
             self.liveness.sentinel()
         elif isinstance(event, MalformedMessage):
             self._messages_dropped += 1
-            if _is_worth_a_line(self._messages_dropped):
+            if is_worth_a_line(self._messages_dropped):
                 total = self._messages_dropped
                 _logger.warning("dropped message %d of an engine that cannot be decoded: %s", total, event.error)
-        elif self.settings.on_notification is None:
-            pass
-        elif self._handlers_running < _MAX_HANDLERS:
-            self._handlers_running += 1
-            self.tasks.start_soon(self._handle, self.settings.on_notification, event)
-        else:  # an engine that notifies without end, or handlers that do not end: neither may fill our memory
-            self.notification_failures += 1
-            if _is_worth_a_line(self.notification_failures):
-                _logger.error("dropped %r: %d handlers are still running", event, _MAX_HANDLERS)
+        else:
+            self.notifications.take(event)
 
     def take_over(self, engine: SupervisedEngine) -> None:
         """Watch a started engine process from now on; whoever stops the session ends it."""
@@ -302,26 +296,3 @@ class Session:
             self._unwatched[engine.rank].set()
         if self.is_ready:
             self.burials.bury(engine.rank)
-
-    async def _handle(self, handler: Callable[[Notification], Awaitable[None]], notification: Notification) -> None:
-        """An EEP notification's (or fault status') handler: a child task of the session."""
-        try:
-            await handler(notification)
-        except GeneratorExit:
-            raise
-        except (Exception, anyio.get_cancelled_exc_class()) as exc:  # noqa: ASYNC103 - see below
-            if not isinstance(exc, Exception) and anyio.current_effective_deadline() == -math.inf:
-                raise
-            # Rule 5: a user's handler fails alone; it is reported, and the session goes on. The same if a future that
-            # it awaits, or its task, was cancelled natively: the group would take that for its own cancellation.
-            self.notification_failures += 1
-            if _is_worth_a_line(self.notification_failures):
-                _logger.exception("the handler of %r failed", notification)
-        finally:
-            self._handlers_running -= 1
-
-
-def _is_worth_a_line(count: int) -> bool:
-    """Whether the event of this number should be logged: the 1st, 2nd, 4th, 8th and so on, so that what a broken engine
-    repeats does not fill the disk."""
-    return count & (count - 1) == 0

@@ -1,36 +1,22 @@
-"""What a session is told by its client, and where it can be in its life.
+"""What a session is told by its client.
 
 Owns the checks of what a client is told, and what stands for what it is not told (:mod:`.defaults`).
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self, TypeAlias
+from typing import Literal, Self
 
 from anyengine._environment import ENGINE_READY_TIMEOUT_S
 from anyengine._process.status import Status
-from anyengine._protocol import EEPNotification, FaultStatus
-from anyengine.config import AttachedEngine, EmbeddedEngine, EngineSettings, VLLMEngine
+from anyengine.config import AttachedEngine, EmbeddedEngine, EngineSettings, InMemoryEngine, VLLMEngine
 
 from .defaults import default_grace_s, warn_of_pickles
+from .notifications import Notification
 
-__all__ = ["ClientState", "Notification", "SessionSettings"]
-
-Notification: TypeAlias = EEPNotification | FaultStatus
-
-
-class ClientState(enum.Enum):
-    """Where a client is in its life."""
-
-    CREATED = "created"
-    STARTING = "starting"
-    READY = "ready"
-    CLOSING = "closing"
-    CLOSED = "closed"
-    DEAD = "dead"
+__all__ = ["SessionSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +91,8 @@ def _engines(engine: EngineSettings | Sequence[EngineSettings] | None) -> tuple[
     joined = [one for one in engines if isinstance(one, AttachedEngine)]
     if joined and len(engines) > 1:
         raise ValueError(f"{joined[0]!r} stands for all ranks of a client: it cannot be one of {len(engines)} engines")
+    if len({isinstance(one, InMemoryEngine) for one in engines}) > 1:
+        raise ValueError("an InMemoryEngine can only be the rank of a client whose other engines are in memory too")
     sizes = [one.understood.data_parallel_size for one in engines if isinstance(one, VLLMEngine)]
     if max(sizes, default=1) > 1 and len(engines) > 1:
         raise ValueError(

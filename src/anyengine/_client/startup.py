@@ -16,15 +16,18 @@ import msgspec
 from anyengine._process.attached import AttachedRank
 from anyengine._process.launch import launch_engine
 from anyengine._process.status import Status
-from anyengine._process.supervisor import SupervisedEngine
+from anyengine._process.supervisor import Child, SupervisedEngine
+from anyengine._process.task_child import TaskChild, TaskHost
 from anyengine._protocol import Connection, FrontendHandshake, merge_registrations
 from anyengine._transport.abc import MessageSocket, PeerUnreachable
 from anyengine._transport.endpoints import Listeners, beside
+from anyengine._transport.memory import MemoryEndpoints, MemoryLink
 from anyengine._wire import EngineAddresses, engine_identity, newer_than_known, rank_of
 from anyengine.config import (
     AttachedEngine,
     EngineSettings,
     InheritedEngine,
+    InMemoryEngine,
     LaunchedEngine,
     RemoteEngine,
     RunningEngine,
@@ -33,7 +36,6 @@ from anyengine.exceptions import EngineDeadError, EngineError, EngineStartupErro
 
 from .engine_limits import learn_limits
 from .session import Session
-from .settings import ClientState
 
 __all__ = ["listeners_for", "start_engines"]
 
@@ -83,7 +85,8 @@ async def start_engines(session: Session) -> None:
         if warning is not None:
             _logger.warning("%s", warning)
         _refuse_waves(session)
-        session.connection = Connection(handshake.dialects, call_id_prefix=int.from_bytes(os.urandom(4)) >> 1)
+        prefix = int.from_bytes(os.urandom(4)) >> 1
+        session.connection = Connection(handshake.dialects, call_id_prefix=prefix, on_mode=session.life.confirmed)
         await session.tasks.start(session.own, session.drain_outputs)
         if isinstance(session.settings.engines[0], RunningEngine):
             unheard += session.ranks
@@ -101,7 +104,7 @@ async def start_engines(session: Session) -> None:
 
 def _be_ready(session: Session) -> None:
     if session.cause is None:
-        session.state = ClientState.READY
+        session.life.started()
     # It died between READY and here, when it was still taken for a start-up failure; or one of its threads did.
     for engine in session.children:
         if engine.child.exited.is_set():
@@ -127,7 +130,7 @@ def _take_over_engines(session: Session) -> FrontendHandshake:
     else:
         for rank, engine in enumerate(session.settings.engines):
             assert not isinstance(engine, AttachedEngine)
-            _start_process(session, rank, engine)
+            _start(session, rank, engine)
     handshake = FrontendHandshake(
         session.ranks,
         EngineAddresses(inputs=[endpoints.input_address], outputs=[endpoints.output_address]),
@@ -150,9 +153,13 @@ def _tell_listening(session: Session, where: str) -> None:
             _logger.exception("the on_progress callback failed; the client goes on listening at %s", where)
 
 
-def _start_process(session: Session, rank: int, engine: LaunchedEngine) -> None:
-    assert session.endpoints.handshake_address is not None
-    child = launch_engine(engine, handshake_address=session.endpoints.handshake_address, rank=rank)
+def _start(session: Session, rank: int, engine: LaunchedEngine | InMemoryEngine) -> None:
+    child: Child
+    if isinstance(engine, InMemoryEngine):
+        child = _task_child(session, rank, engine)
+    else:
+        assert session.endpoints.handshake_address is not None
+        child = launch_engine(engine, handshake_address=session.endpoints.handshake_address, rank=rank)
     try:
         supervised = SupervisedEngine(rank, child, session.settings.on_progress)
     except BaseException:
@@ -160,6 +167,17 @@ def _start_process(session: Session, rank: int, engine: LaunchedEngine) -> None:
         child.reap()
         raise
     session.take_over(supervised)
+
+
+def _task_child(session: Session, rank: int, engine: InMemoryEngine) -> TaskChild:
+    endpoints = session.endpoints
+    assert isinstance(endpoints, MemoryEndpoints)
+
+    async def serve(host: TaskHost) -> None:
+        with MemoryLink(endpoints, engine_identity(rank)) as link:
+            await engine.serve(link, rank, host)
+
+    return TaskChild(serve)
 
 
 def _register_again(handshake: FrontendHandshake, registrations: Mapping[int, Mapping[str, object] | None]) -> None:

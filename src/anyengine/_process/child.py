@@ -46,9 +46,10 @@ class ProcessExit:
     """How a process ended: ``exit_code`` or ``signal`` (a name such as ``"SIGKILL"``), the other is ``None``.
 
     Both are ``None`` if someone else took its exit status: the host, which ignores SIGCHLD or waits for any child.
+    ``pid`` is ``None`` for what only stands in for a process.
     """
 
-    pid: int
+    pid: int | None
     exit_code: int | None
     signal: str | None
 
@@ -112,6 +113,11 @@ class ChildProcess:
         except BaseException:  # KeyboardInterrupt, for one: nobody else knows the child yet
             self.reap()
             raise
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return f"pid {self.pid}"
 
     def stderr_tail(self, lines: int = 50) -> tuple[str, ...]:
         """The last lines of its standard error, oldest first."""

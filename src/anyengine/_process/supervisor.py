@@ -9,15 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
 import anyio
 
 from anyengine.exceptions import EngineDeadError, EngineStartupError, StartupTimeout
 
-from .child import ChildProcess
+from .child import ProcessExit
 from .status import Status, decode_status
 
-__all__ = ["SupervisedEngine"]
+__all__ = ["Child", "SupervisedEngine"]
 
 _logger = logging.getLogger("anyengine.engine")
 
@@ -27,10 +28,29 @@ _STAGES = frozenset({"importing", "configuring", "resolving", "downloading", "lo
 """What a status line can report; a line with any other stage is somebody's output that happens to be JSON."""
 
 
+class Child(Protocol):
+    """What is supervised: a process (:class:`~.child.ChildProcess`), or a task that stands in for one
+    (:class:`~.task_child.TaskChild`)."""
+
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def exited(self) -> anyio.Event: ...
+    def stderr_tail(self, lines: int = 50) -> tuple[str, ...]: ...
+    async def watch(self, on_stdout_line: Callable[[bytes], None], on_stderr_line: Callable[[str], None]) -> None: ...
+    async def wait_orphans(self, on_stderr_line: Callable[[str], None]) -> None: ...
+    def poll(self) -> ProcessExit | None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+    def reap(self) -> ProcessExit: ...
+
+
 class SupervisedEngine:
     """An engine core process of ours. Owning task: the session task that runs :meth:`supervise`."""
 
-    def __init__(self, rank: int, child: ChildProcess, on_status: Callable[[Status], None] | None = None) -> None:
+    def __init__(self, rank: int, child: Child, on_status: Callable[[Status], None] | None = None) -> None:
         self.rank = rank
         self.child = child
         self.status: Status = Status(stage="spawned")
@@ -75,7 +95,7 @@ class SupervisedEngine:
         error = self.status.error
         cause = f"{error.type}: {error.message}" if error else None
         return EngineStartupError(
-            f"engine {self.rank} (pid {self.child.pid}) {ended} at stage {self._last_stage!r}"
+            f"engine {self.rank} ({self.child.name}) {ended} at stage {self._last_stage!r}"
             + (f": {cause}" if cause else ", without saying why"),
             rank=self.rank,
             pid=self.child.pid,
@@ -89,7 +109,7 @@ class SupervisedEngine:
     def handshake_error(self, trouble: Exception) -> EngineStartupError:
         """The process said something, on its way to ready, that makes no sense."""
         error = EngineStartupError(
-            f"engine {self.rank} (pid {self.child.pid}): its handshake makes no sense: {trouble}",
+            f"engine {self.rank} ({self.child.name}): its handshake makes no sense: {trouble}",
             rank=self.rank,
             pid=self.child.pid,
             stderr_tail=self.child.stderr_tail(),
@@ -103,7 +123,7 @@ class SupervisedEngine:
         seconds = self.stage_seconds
         spent = ", ".join(f"{stage} {value:.1f} s" for stage, value in seconds.items())
         return StartupTimeout(
-            f"engine {self.rank} (pid {self.child.pid}) is not ready after startup_timeout_s={timeout_s:g}{also_late}; "
+            f"engine {self.rank} ({self.child.name}) is not ready after startup_timeout_s={timeout_s:g}{also_late}; "
             f"stage reached: {self.status.stage!r} ({spent})",
             rank=self.rank,
             pid=self.child.pid,
@@ -117,7 +137,7 @@ class SupervisedEngine:
         ended = self.child.poll()
         error = self.status.error  # what it reported before it went
         return kind(
-            f"engine {self.rank} (pid {self.child.pid}) {ended or f'lives, but {symptom}'}"
+            f"engine {self.rank} ({self.child.name}) {ended or f'lives, but {symptom}'}"
             + (f": {error.type}: {error.message}" if error else ""),
             rank=self.rank,
             pid=self.child.pid,
@@ -159,4 +179,4 @@ class SupervisedEngine:
     def _take_log(self, line: str) -> None:
         # Rule 5: an application's logging filter or handler fails alone. Reporting that could only fail again.
         with suppress(Exception):
-            _logger.info("(engine %d pid=%d) %s", self.rank, self.child.pid, line)
+            _logger.info("(engine %d %s) %s", self.rank, self.child.name.replace(" ", "="), line)

@@ -28,6 +28,8 @@ from anyengine.exceptions import DecodeError, LocalProtocolError
 from .adapters import LoadedAdapters
 from .admission import EngineLimits, check_request, check_utility
 from .events import DeadSentinel, EEPNotification, Event, FaultStatus, MalformedMessage, UtilityReply
+from .life_events import RankState
+from .modes import MODE_METHODS, mode_after
 from .ranks import RankRota
 from .requests import OutputConsumer, RequestEntry, RequestRegistry
 from .utilities import PendingCall, UtilityRegistry
@@ -44,7 +46,8 @@ class Connection:
 
     ``dialects`` maps each rank to the dialect that its registration selected. ``client_index`` is our position among
     the clients of these engines: the index of the output socket that answers go to. ``limits`` maps a rank to what is
-    known of its engine, and may be filled in later; what hurts every engine is refused without it.
+    known of its engine, and may be filled in later; what hurts every engine is refused without it. ``on_mode`` is told
+    what each answer says of an engine: that it runs, is paused, or sleeps.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Connection:
         call_id_prefix: int,
         client_index: int = 0,
         limits: Mapping[int, EngineLimits] | None = None,
+        on_mode: Callable[[int, RankState], None] | None = None,
     ) -> None:
         self.dialects: RankDialects = RankDialects(dialects)
         self.rota: RankRota = RankRota(dialects)
@@ -64,6 +68,8 @@ class Connection:
         self.malformed_messages: int = 0
         self.limits: dict[int, EngineLimits] = dict(limits or {})
         self.adapters: LoadedAdapters = LoadedAdapters()
+        self._on_mode = on_mode
+        self._modes: dict[int, RankState] = {}
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -147,6 +153,8 @@ class Connection:
             self.utilities.forget(call.call_id)
             raise
         self.adapters.watch(call, args)
+        if self._on_mode is not None and method in MODE_METHODS:
+            self._watch_mode(call, args, self._on_mode)
         return call, frames
 
     def utility_arity(self, method: str, rank: int) -> int | None:
@@ -196,6 +204,21 @@ class Connection:
         return MalformedMessage(
             DecodeError(f"unsolicited message with call id {output.call_id} from engine {rank}: {output.result!r:.200}")
         )
+
+    def _watch_mode(self, call: PendingCall, args: Sequence[Any], on_mode: Callable[[int, RankState], None]) -> None:
+        """Have the answer to a call, when it is one, say what the engine is in."""
+        tell = call.on_done
+
+        def learn() -> None:
+            if call.error is None:
+                sleep_is_pause = self.utility_arity("is_scheduler_paused", call.rank) is not None
+                before = self._modes.get(call.rank, RankState.READY)
+                mode = mode_after(call.method, args, call.value, before, sleep_is_pause=sleep_is_pause)
+                self._modes[call.rank] = mode
+                on_mode(call.rank, mode)
+            tell()
+
+        call.on_done = learn
 
     def _limits(self, rank: int) -> EngineLimits:
         return self.limits.get(rank) or _UNKNOWN

@@ -32,6 +32,9 @@ __all__ = [
     "ReceivedPart",
     "SendablePart",
     "TransportStatistics",
+    "Watchable",
+    "WatchableReceiver",
+    "WatchableSocket",
 ]
 
 ReceivedPart: TypeAlias = bytes | memoryview
@@ -138,6 +141,27 @@ class MessageSocket(MessageReceiver, MessageSender, Protocol):
     """Both ends in one."""
 
 
+class Watchable(Protocol):
+    """A listening socket whose peers can be watched (:mod:`.monitor`)."""
+
+    def attach_monitor(self, events: int) -> MessageReceiver:
+        """A socket that tells which peers come and go, in the words of libzmq's socket monitor, until this one is
+        closed. ``events`` are libzmq's bits.
+
+        Raises:
+            BrokenResourceError: it is being watched already; the cause is attached.
+        """
+        ...
+
+
+class WatchableReceiver(MessageReceiver, Watchable, Protocol):
+    """Receives from peers that can be watched."""
+
+
+class WatchableSocket(MessageSocket, Watchable, Protocol):
+    """Both ends in one, with peers that can be watched."""
+
+
 class ClientEndpoints(Protocol):
     """The listening side of a client: handshake router (unless somebody else answers it), input router, output
     pull, and the addresses engines need."""
@@ -146,10 +170,10 @@ class ClientEndpoints(Protocol):
     def handshake(self) -> MessageSocket | None: ...
 
     @property
-    def inputs(self) -> MessageSocket: ...
+    def inputs(self) -> WatchableSocket: ...
 
     @property
-    def outputs(self) -> MessageReceiver: ...
+    def outputs(self) -> WatchableReceiver: ...
 
     @property
     def handshake_address(self) -> str | None: ...
@@ -162,3 +186,9 @@ class ClientEndpoints(Protocol):
 
     def close(self) -> None:
         """Close all three sockets and free what they used. Idempotent; never blocks on unsent data."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None, /
+    ) -> None: ...

@@ -1,4 +1,4 @@
-"""Peers that connect to a socket and leave it, as libzmq's socket monitor tells them.
+"""Peers that connect to a socket and leave it, as libzmq's socket monitor tells them; in memory too.
 
 Owns the reading of monitor messages. Does not decide what the loss of a peer means.
 """
@@ -15,7 +15,7 @@ from anyio import ClosedResourceError
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from anyengine._transport.zmq_socket import ZmqSocket
+    from anyengine._transport.abc import MessageReceiver, Watchable
 
 __all__ = ["PeerEvent", "PeerMonitor", "open_monitor"]
 
@@ -42,7 +42,7 @@ class PeerMonitor:
     One task iterates. Events are queued from the moment the monitor is opened.
     """
 
-    def __init__(self, source: ZmqSocket) -> None:
+    def __init__(self, source: MessageReceiver) -> None:
         self._source = source
 
     def __aiter__(self) -> Self:
@@ -77,7 +77,7 @@ class PeerMonitor:
         self.close()
 
 
-def open_monitor(socket: ZmqSocket) -> PeerMonitor:
+def open_monitor(socket: Watchable) -> PeerMonitor:
     """Watch the connections of ``socket`` from now on. A socket can be watched once in its life.
 
     Raises:

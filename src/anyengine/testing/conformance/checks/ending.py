@@ -8,7 +8,7 @@ import signal
 import anyio
 import anyio.to_thread
 
-from anyengine._process.child import ProcessExit
+from anyengine._process.child import ChildProcess, ProcessExit
 from anyengine._process.supervisor import SupervisedEngine
 from anyengine._wire import FinishReason
 from anyengine.testing.conformance.engine_link import EngineLink
@@ -27,6 +27,11 @@ def _process(link: EngineLink) -> SupervisedEngine:
     return link.process
 
 
+def _child(process: SupervisedEngine) -> ChildProcess:
+    assert isinstance(process.child, ChildProcess)  # this suite starts nothing else
+    return process.child
+
+
 async def _ended(link: EngineLink, process: SupervisedEngine) -> ProcessExit:
     limit_s = _PATIENCES * link.patience_s
     with anyio.move_on_after(limit_s):
@@ -38,7 +43,7 @@ async def _ended(link: EngineLink, process: SupervisedEngine) -> ProcessExit:
 
 
 async def _taken(process: SupervisedEngine) -> Holdings:
-    return await anyio.to_thread.run_sync(holdings_of, process.child.pid)
+    return await anyio.to_thread.run_sync(holdings_of, _child(process).pid)
 
 
 async def _nothing_left(process: SupervisedEngine, holdings: Holdings) -> None:
@@ -88,7 +93,7 @@ async def clean_after_sigkill(link: EngineLink) -> None:
     running = link.add(max_tokens=link.max_model_len - 10)
     await link.first_token(running)
     holdings = await _taken(process)
-    os.kill(process.child.pid, signal.SIGKILL)
+    os.kill(_child(process).pid, signal.SIGKILL)
     ended = await _ended(link, process)
     expect("signal", ended.signal, "SIGKILL")
     await _nothing_left(process, holdings)
@@ -100,7 +105,7 @@ async def host_gone(link: EngineLink) -> None:
     running = link.add(max_tokens=link.max_model_len - 10)
     await link.first_token(running)
     holdings = await _taken(process)
-    process.child.hang_up()
+    _child(process).hang_up()
     ended = await _ended(link, process)
     expect("signal", ended.signal, None)
     await _nothing_left(process, holdings)
