@@ -23,19 +23,19 @@ from .wakeup import Parker
 __all__ = ["ChildParker", "Completions", "children_of"]
 
 
-def children_of(request: EngineCoreRequest) -> list[EngineCoreRequest]:
-    """The requests that are sent for ``request``: itself, or ``n`` of them with seeds that count up."""
+def children_of(request: EngineCoreRequest, n: int) -> list[EngineCoreRequest]:
+    """The requests that are sent for ``n`` completions of ``request``: itself for one, or as many with seeds that count
+    up."""
     params = request.sampling_params
-    if params is None or params.n == 1:
+    if params is None or n == 1:
         return [request]
-    single = replace(params, n=1)
     return [
         replace(
             request,
             request_id=f"{index}_{request.request_id}",
-            sampling_params=single if params.seed is None else replace(single, seed=params.seed + index),
+            sampling_params=params if params.seed is None else replace(params, seed=params.seed + index),
         )
-        for index in range(params.n)
+        for index in range(n)
     ]
 
 

@@ -127,7 +127,7 @@ class RequestDesk:
         length, decode = num_prompt_tokens(request), builder.token_texts if params.detokenize else None
         parker, woken = make_parker(), deque[int]()
         completions: list[Completion] = []
-        children = children_of(request)
+        children = children_of(request, params.n)
         try:
             for index, child in enumerate(children):
                 detokenizer = builder.detokenizer(request, params)
