@@ -16,20 +16,21 @@ __all__ = ["BUDGET", "PROFILE", "SEED", "Budget"]
 
 @dataclass(frozen=True)
 class Budget:
-    """``machine_steps`` are shared among the state machines; ``every`` explores one cancellation point of so many;
-    ``real_points`` are those with a process behind ZeroMQ."""
+    """``machine_steps`` are shared among the state machines; ``every`` explores one cancellation point of so many,
+    in ``phases`` relations to the engine's steps; ``real_points`` are those with a process behind ZeroMQ."""
 
     machine_steps: int
     every: int
-    real_points: int
+    phases: int
+    process_phases: int
     programs: int
     soak_requests: int
 
 
 _BUDGETS: Final = {
-    "dev": Budget(machine_steps=20_000, every=7, real_points=40, programs=40, soak_requests=1_000),
-    "ci": Budget(machine_steps=100_000, every=1, real_points=250, programs=150, soak_requests=3_000),
-    "deep": Budget(machine_steps=2_000_000, every=1, real_points=2_000, programs=5_000, soak_requests=100_000),
+    "dev": Budget(20_000, every=7, phases=1, process_phases=1, programs=40, soak_requests=1_000),
+    "ci": Budget(100_000, every=1, phases=3, process_phases=1, programs=150, soak_requests=3_000),
+    "deep": Budget(2_000_000, every=1, phases=12, process_phases=8, programs=5_000, soak_requests=100_000),
 }
 
 PROFILE: Final = os.environ.get("HYPOTHESIS_PROFILE", "dev")

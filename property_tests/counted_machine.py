@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import hypothesis
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, run_state_machine_as_test
 
 from budgets import SEED
@@ -34,10 +34,11 @@ class CountedMachine(RuleBasedStateMachine):
         type(self).steps += 1
 
 
-def run_steps(machine: type[CountedMachine], steps: int) -> int:
+def run_steps(machine: type[CountedMachine], steps: int, *, shrink: bool = True) -> int:
     """Run ``machine`` for at least ``steps`` steps; how many it was. A round's seed follows from the session's."""
     machine.steps = 0
     base = settings()
+    phases = base.phases if shrink else (Phase.generate,)
     length = base.stateful_step_count
     for turn in range(1_000):
         missing = steps - machine.steps
@@ -45,7 +46,7 @@ def run_steps(machine: type[CountedMachine], steps: int) -> int:
             break
         examples = min(_MAX_EXAMPLES, -(-missing // length))
         # A seed of our own does what derandomize does, and can be another one.
-        chosen = settings(base, max_examples=examples, derandomize=False, database=None)
+        chosen = settings(base, max_examples=examples, derandomize=False, database=None, phases=phases)
         hypothesis.seed(SEED + turn)(machine)  # type: ignore[arg-type]  # a machine keeps the seed as a test does
         run_state_machine_as_test(machine, settings=chosen)
     TALLY[f"steps of {machine.__name__}"] += machine.steps

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ._client.client import EngineClient
     from ._client.core_client import EngineCoreClient
     from ._client.events import ClientEvents
+    from ._client.health import ClientHealth, HealthLevel, RankHealth
     from ._client.operations import PauseMode
     from ._client.prompts import EmbedsPrompt, Prompt
     from ._client.request_stream import RequestStream
@@ -98,12 +99,14 @@ if TYPE_CHECKING:
         SamplingParams,
         StructuredOutputsParams,
     )
+    from .policies import RestartPolicy, RetryPolicy
 
 __all__ = [
     "ClientClosedError",
     "ClientEvent",
     "ClientEvents",
     "ClientFailedError",
+    "ClientHealth",
     "ClientState",
     "CommandEngine",
     "CurrentState",
@@ -128,6 +131,7 @@ __all__ = [
     "FaultStatus",
     "FinishReason",
     "FlatLogprobs",
+    "HealthLevel",
     "InheritedEngine",
     "KvHintAction",
     "KvHintsEnvelope",
@@ -150,6 +154,7 @@ __all__ = [
     "Prompt",
     "ProtocolError",
     "RankChanged",
+    "RankHealth",
     "RankState",
     "RemoteEngine",
     "RemoteProtocolError",
@@ -160,6 +165,8 @@ __all__ = [
     "RequestRejected",
     "RequestStream",
     "RequestTimeout",
+    "RestartPolicy",
+    "RetryPolicy",
     "RunningEngine",
     "SamplingParams",
     "StartupTimeout",
@@ -182,6 +189,7 @@ _HOMES = {
         "_client.client": ("EngineClient",),
         "_client.core_client": ("EngineCoreClient",),
         "_client.events": ("ClientEvents",),
+        "_client.health": ("ClientHealth", "HealthLevel", "RankHealth"),
         "_client.operations": ("PauseMode",),
         "_client.prompts": ("EmbedsPrompt", "Prompt"),
         "_client.request_stream": ("RequestStream",),
@@ -238,6 +246,7 @@ _HOMES = {
             "StructuredOutputsParams",
         ),
         "_process.status": ("Status",),
+        "policies": ("RestartPolicy", "RetryPolicy"),
     }.items()
     for name in names
 }

@@ -152,8 +152,8 @@ async def test_a_follower_that_is_too_slow_gets_what_is_true_now() -> None:
             events = core.events()
             await anext(events)
             for number in range(200):
-                core._life.confirmed(0, RankState.PAUSED if number % 2 == 0 else RankState.READY)
+                core.life.confirmed(0, RankState.PAUSED if number % 2 == 0 else RankState.READY)
             event = await anext(events)
             assert isinstance(event, CurrentState) and (event.missed, event.state) == (400, ClientState.READY)
-            core._life.confirmed(0, RankState.PAUSED)
+            core.life.confirmed(0, RankState.PAUSED)
             assert [in_words(await anext(events)) for _ in range(2)] == ["0 paused", "paused"]

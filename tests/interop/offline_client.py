@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from anyengine import CommandEngine, OutputKind, RequestOutput, RequestStream, SamplingParams, Tensor
+from anyengine._client.admission import AdmissionSettings
 from anyengine._client.engine_limits import limits_of
 from anyengine._client.request_builder import RequestBuilder
 from anyengine._client.request_desk import RequestDesk
 from anyengine._protocol import Connection
-from anyengine._text import ModelFacts, Tokenizer
+from anyengine._text import Tokenizer
 from anyengine._wire import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -26,19 +27,21 @@ from anyengine._wire import (
 class OfflineClient:
     """One request at a time, of vLLM 0.32.0's dialect; keeps the frames that would have been sent."""
 
-    def __init__(self, facts: ModelFacts, tokenizer: Tokenizer, max_model_len: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+        facts = tokenizer._facts
         ready = EngineCoreReadyResponse(max_model_len=max_model_len, vllm_version="0.32.0")
         limits = limits_of(ready, CommandEngine(argv=("x",)), facts)
         self.connection = Connection({0: dialect_for("0.32.0")}, call_id_prefix=1, limits={0: limits})
         self.sent: dict[str, list[bytes]] = {}
         self.aborted: list[str] = []
-        core: Any = SimpleNamespace(
-            session=SimpleNamespace(connection=self.connection), add=self._add, abort=self._abort
+        session = SimpleNamespace(
+            connection=self.connection, fences=SimpleNamespace(look_at_late_outputs=lambda: None), on_room=None
         )
-        self.desk = RequestDesk(core)
+        core: Any = SimpleNamespace(session=session, add=self._add, abort=self._abort)
+        self.desk = RequestDesk(core, AdmissionSettings())
         self.desk.open(RequestBuilder((facts, tokenizer, None), limits, "p"))
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         self.desk.dropped.close()
 
     def _add(self, request: Any, consumer: Any) -> int:
@@ -67,7 +70,7 @@ class OfflineClient:
                 stream.abort()
             else:
                 outputs = [_output(ids[row[0]], *row[1:]) for row in event["outputs"]]
-                self.desk._take(EngineCoreOutputs(outputs=outputs))
+                self.desk._processor.take(EngineCoreOutputs(outputs=outputs))
         stream.close_nowait()
         return seen
 

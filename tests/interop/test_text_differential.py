@@ -81,35 +81,29 @@ def vllm(vllm_python: str, model: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def clients(model: Path) -> Iterator[dict[str, OfflineClient]]:
+def tokenizers(model: Path) -> dict[str, Tokenizer]:
     facts = ModelFacts.read(model)
-    found = {
-        name: OfflineClient(facts, Tokenizer(built_tokenizers.built(name)._backend, facts), MAX_MODEL_LEN)
-        for name in TOKENIZERS
-    }
-    yield found
-    for client in found.values():
-        anyio.run(client.aclose)
+    return {name: Tokenizer(built_tokenizers.built(name)._backend, facts) for name in TOKENIZERS}
 
 
 @pytest.mark.feature("R01", "R07", "R09", "R20", "R21", "O09", "O12", "O04")
 @pytest.mark.case("K46", "K48", "K49", "K50")
-def test_requests_and_outputs_are_vllms(vllm: VLLM, clients: dict[str, OfflineClient]) -> None:
+def test_requests_and_outputs_are_vllms(vllm: VLLM, tokenizers: dict[str, Tokenizer]) -> None:
     @settings(max_examples=EXAMPLES, phases=[Phase.generate])  # shrinking is ours: it takes minutes for a batch
     @given(st.lists(st.binary(min_size=24, max_size=150), min_size=BATCH, max_size=BATCH))
     def run(drawn: list[bytes]) -> None:
-        failing.extend(failures(vllm, clients, drawn))
+        failing.extend(failures(vllm, tokenizers, drawn))
 
     failing: list[tuple[bytes, str]] = []
     run()
     if failing:
-        story = shrunk(vllm, clients, failing)
+        story = shrunk(vllm, tokenizers, failing)
         pytest.fail(f"{len(failing)} of {BATCH * EXAMPLES} cases differ; the smallest:\n{story}", pytrace=False)
 
 
-def failures(vllm: VLLM, clients: dict[str, OfflineClient], drawn: list[bytes]) -> list[tuple[bytes, str]]:
+def failures(vllm: VLLM, tokenizers: dict[str, Tokenizer], drawn: list[bytes]) -> list[tuple[bytes, str]]:
     cases = [make_case(data) for data in drawn]
-    ours = anyio.run(run_all, clients, cases)
+    ours = anyio.run(run_all, tokenizers, cases)
     theirs = vllm.ask([case | {"sent": sent} for case, (sent, _) in zip(cases, ours, strict=True)])
     found = []
     for data, case, (_, seen), answer in zip(drawn, cases, ours, theirs, strict=True):
@@ -120,22 +114,27 @@ def failures(vllm: VLLM, clients: dict[str, OfflineClient], drawn: list[bytes]) 
     return found
 
 
-def shrunk(vllm: VLLM, clients: dict[str, OfflineClient], failing: list[tuple[bytes, str]]) -> str:
+def shrunk(vllm: VLLM, tokenizers: dict[str, Tokenizer], failing: list[tuple[bytes, str]]) -> str:
     """The story of the smallest case that still fails: cut at the end, then with bytes set to zero."""
     smallest, story = min(failing, key=lambda item: len(item[0]))
-    while shorter := failures(vllm, clients, [smallest[:count] for count in range(len(smallest))]):
+    while shorter := failures(vllm, tokenizers, [smallest[:count] for count in range(len(smallest))]):
         smallest, story = shorter[0]
     for position in range(len(smallest)):
         if smallest[position]:
             changed = smallest[:position] + b"\0" + smallest[position + 1 :]
-            for smallest, story in failures(vllm, clients, [changed]):  # noqa: B007
+            for smallest, story in failures(vllm, tokenizers, [changed]):  # noqa: B007
                 pass
     return f"{smallest!r}\n{story}"
 
 
-async def run_all(clients: dict[str, OfflineClient], cases: list[dict[str, Any]]) -> list[tuple[list[Any], Any]]:
+async def run_all(tokenizers: dict[str, Tokenizer], cases: list[dict[str, Any]]) -> list[tuple[list[Any], Any]]:
     """The frames of each case, and what was seen; in a loop, since a stream belongs to one."""
-    return [run_one(clients[case["tokenizer"]], case) for case in cases]
+    clients = {name: OfflineClient(tokenizer, MAX_MODEL_LEN) for name, tokenizer in tokenizers.items()}
+    try:
+        return [run_one(clients[case["tokenizer"]], case) for case in cases]
+    finally:
+        for client in clients.values():
+            client.close()
 
 
 def run_one(client: OfflineClient, case: dict[str, Any]) -> tuple[list[Any], Any]:

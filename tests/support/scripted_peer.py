@@ -208,6 +208,51 @@ def says_paused(peer: Peer) -> None:
         peer.reply(payload[1], True)
 
 
+def wedged(peer: Peer) -> None:
+    """Its main loop answers calls; its scheduler never schedules anything."""
+    peer.start()
+    while True:
+        kind, payload = peer.receive()
+        if kind == b"\x03":
+            peer.reply(payload[1], False)
+
+
+def errors_only(peer: Peer) -> None:
+    """Answers calls; ends every request with an error."""
+    peer.start()
+    while True:
+        kind, payload = peer.receive()
+        if kind == b"\x00":
+            peer.send_tokens(payload[0], [], 3)
+        elif kind == b"\x03":
+            peer.reply(payload[1], False)
+
+
+def only_once(peer: Peer, marker: str) -> None:
+    """Serves calls if the file ``marker`` is not there, and makes it; exits with status 3 if it is."""
+    if Path(marker).exists():
+        os._exit(3)
+    Path(marker).touch()
+    wedged(peer)
+
+
+def slow_second_start(peer: Peer, marker: str, moment: str) -> None:
+    """:func:`only_once`, but the second start never ends. "clearing": closes its input at the first call of the name
+    "deaf", and ignores SIGTERM."""
+    if moment == "clearing":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if Path(marker).exists():
+        signal.pause()
+    Path(marker).touch()
+    peer.start()
+    while True:
+        _, payload = peer.receive()
+        if payload[2] == "deaf":
+            peer.inputs.close(linger=1000)
+            signal.pause()
+        peer.reply(payload[1], False)
+
+
 def old_release(peer: Peer, probe: str) -> None:
     """Registers with an empty frame, as releases up to 0.19.1 do, and has is_scheduler_paused ("found": from 0.17) or
     not ("missing"). Answers an ADD with one token: 1 if position 5 is an end-of-sequence id, as it is up to 0.16."""

@@ -132,7 +132,7 @@ class Completion:
 
 
 def _metrics(state: RequestState, num_output_tokens: int) -> RequestMetrics:
-    first, last = state.first_token_s, state.last_token_s
+    first, last = state.first_token_s, state.latest_token_s
     return RequestMetrics(
         rank=state.rank,
         queued_s=state.queued_s,

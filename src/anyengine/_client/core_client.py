@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from anyengine._process.status import Status
-from anyengine._protocol import ClientState, Life, OutputConsumer
+from anyengine._protocol import ClientState, Life, OutputConsumer, checked_ids
 from anyengine._transport.abc import PeerUnreachable
 from anyengine._wire import (
     EngineCoreOutputs,
@@ -28,6 +28,7 @@ from anyengine.exceptions import (
     OverloadedError,
     WrongLoopError,
 )
+from anyengine.policies import RestartPolicy
 
 from .engine_info import EngineInfo
 from .events import ClientEvents, EventLog
@@ -63,6 +64,8 @@ class EngineCoreClient(EngineInfo):
             returns); ``"cancel"`` cancels the block after all waiters have been told, and raises the cause from it.
         on_progress: called with each start-up status of the engine.
         on_notification: called, in a task of the session, with each EEP notification and fault status.
+        restart: start an engine again that dies once it was ready. ``None``: its death is final. Requests of a
+            low-level client always fail with their engine (``in_flight`` is for :class:`EngineClient`).
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class EngineCoreClient(EngineInfo):
         on_death: Literal["report", "cancel"] = "report",
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
+        restart: RestartPolicy | None = None,
     ) -> None:
         self._settings = SessionSettings.of(
             engine,
@@ -86,9 +90,11 @@ class EngineCoreClient(EngineInfo):
             on_death=on_death,
             on_progress=on_progress,
             on_notification=on_notification,
+            restart=restart,
         )
         self._log = EventLog()
-        self._life = Life(self._log.publish)
+        self.life: Life = Life(self._log.publish)
+        """Where the client and its ranks are in their lives; told by the session."""
         self._thread_id: int | None = None  # of the block, or the last one
         self._batch = BatchConsumer()
         self._session: Session | None = None
@@ -104,13 +110,13 @@ class EngineCoreClient(EngineInfo):
         """
         if self._context is not None:
             raise RuntimeError("this client is in use already; make another one for another block")
-        self._context = context = open_session(self._settings, self._life)
+        self._context = context = open_session(self._settings, self.life)
         self._thread_id = threading.get_ident()
-        self._life.begin(engine_ranks(self._settings.engines))
+        self.life.begin(engine_ranks(self._settings.engines))
         try:
             self._session = await context.__aenter__()
         except BaseException as exc:
-            self._life.closed(exc if isinstance(exc, EngineError) else None)
+            self.life.closed(exc if isinstance(exc, EngineError) else None)
             self._context = None
             raise
         return self
@@ -120,6 +126,8 @@ class EngineCoreClient(EngineInfo):
     ) -> bool | None:
         context, self._context = self._context, None
         assert context is not None
+        if self._session is not None:  # an engine that is not ours lives on, and must not go on with them
+            self.abort([*self._session.connection.requests.live])
         return await context.__aexit__(exc_type, exc, traceback)  # noqa: ASYNC102 - the session shields what must not be cut
 
     # ------------------------------------------------------------------ requests
@@ -159,7 +167,8 @@ class EngineCoreClient(EngineInfo):
                 if not sent:
                     connection.requests.close(request.request_id)
             if sent:
-                session.send_budget.charge(chosen, sum(memoryview(frame).nbytes for frame in frames))
+                size_bytes = sum(memoryview(frame).nbytes for frame in frames)
+                connection.requests.live[request.request_id].sent_bytes = session.send_budget.charge(chosen, size_bytes)
                 return chosen
 
     async def wait_room(self) -> None:
@@ -169,10 +178,12 @@ class EngineCoreClient(EngineInfo):
         """
         await self.usable_session().send_budget.wait_room()
 
-    def abort(self, request_ids: str | Iterable[str]) -> None:
-        """Abort requests by wire id. Synchronous: it may stand in a ``finally``. Ids that are not alive are ignored.
+    def abort(self, request_ids: str | Iterable[str]) -> tuple[str, ...]:
+        """Abort requests by wire id; the ids that were alive. Synchronous: it may stand in a ``finally``.
 
-        No output follows. Never raises for a dead engine: there is nothing left to abort then.
+        No output follows: what the engine still sends is dropped, and counted in ``late_outputs``. An engine that goes
+        on although it must have taken the abort is told once more. Never raises for a dead engine: there is nothing
+        left to abort then.
 
         Raises:
             RequestRejected: an id is not a str; nothing has changed.
@@ -180,12 +191,17 @@ class EngineCoreClient(EngineInfo):
         """
         session = self._session
         if session is None or session.is_released or not hasattr(session, "connection"):
-            return
+            return ()
         session.check_thread()
-        for rank, frames in session.connection.abort(request_ids):
+        connection = session.connection
+        ids = checked_ids(request_ids)
+        doomed = tuple(request_id for request_id in dict.fromkeys(ids) if request_id in connection.requests.live)
+        for rank, frames in connection.abort(doomed):
             # Unreachable: its connection is gone, and everything it ran with it; the supervisor says why.
             with suppress(PeerUnreachable):
                 session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
+        session.on_room()
+        return doomed
 
     def outputs(self) -> OutputBatches:
         """Iterate over the output batches, in the order in which the engine sent them: :meth:`receive_outputs`,
@@ -211,13 +227,13 @@ class EngineCoreClient(EngineInfo):
     @property
     def state(self) -> ClientState:
         """Where the client is in its life."""
-        return self._life.state
+        return self.life.state
 
     def events(self) -> ClientEvents:
         """Follow the client's life: first how things stand, then every change of its state or of a rank's, until the
         block has been left. Before the block is entered, it waits for that. Any number may follow, each in a task of
         its own; one that is too slow gets a :class:`CurrentState` in place of what it has missed."""
-        return ClientEvents(self._log, self._life.current, self._check_follower)
+        return ClientEvents(self._log, self.life.current, self._check_follower)
 
     def _check_follower(self) -> None:
         if self._context is not None and self._thread_id != threading.get_ident():
@@ -245,6 +261,8 @@ class EngineCoreClient(EngineInfo):
     def _choose_rank(session: Session) -> int:
         """The rank whose turn it is, of those that have room, if any has."""
         rota, budget = session.connection.rota, session.send_budget
+        if not rota.alive:
+            raise session.down()
         for _ in rota.serving:
             if budget.has_room(rank := rota.next()):
                 return rank
@@ -276,5 +294,6 @@ class EngineCoreClient(EngineInfo):
 def _overloaded(rank: int, limit_bytes: int) -> OverloadedError:
     return OverloadedError(
         f"engine {rank} has not read what was sent to it: max_unread_bytes={limit_bytes} are on their way; "
-        "wait_room() tells when it has"
+        "wait_room() tells when it has",
+        reason="bytes",
     )

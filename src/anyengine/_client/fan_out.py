@@ -74,14 +74,19 @@ class Completions:
         self.parker = parker
 
     @property
-    def rank(self) -> int:
-        """The rank that runs the first of them."""
-        return self._all[0].state.rank
+    def states(self) -> list[RequestState]:
+        """Where their outputs arrive."""
+        return [one.state for one in self._all]
 
     @property
-    def label(self) -> str:
-        """What the caller calls the request."""
-        return self._all[0].state.label
+    def ended(self) -> bool:
+        """Whether all have ended, or one of them with an error, which then ends the others."""
+        return all(one.state.ended for one in self._all) or any(one.state.error for one in self._all)
+
+    @property
+    def lag(self) -> int:
+        """How many tokens have arrived and have not been taken."""
+        return sum(len(one.state.token_ids or ()) for one in self._all)
 
     def running(self) -> list[RequestState]:
         """Those that have not ended."""
@@ -93,7 +98,7 @@ class Completions:
             state = self._only.state
             return state.ended if gather else state.readable
         if gather:
-            return any(one.state.error for one in self._all) or all(one.state.ended for one in self._all)
+            return self.ended
         return self._next() is not None or self._failed is not None
 
     def failure(self, *, gather: bool) -> EngineError | None:

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import anyio
+import anyio.lowlevel
 
 from anyengine._process.supervisor import SupervisedEngine
 from anyengine._protocol import Life
@@ -75,6 +76,8 @@ async def open_session(settings: SessionSettings, life: Life) -> AsyncIterator[S
             if session is not None:
                 _release(session)
     assert session is not None
+    if isinstance(error, ClientClosedError) or interrupted:
+        await anyio.lowlevel.checkpoint_if_cancelled()  # if nobody but the host closed it: its cancellation comes first
     if error is not None:
         _annotate(error, session.cause)
         raise error
@@ -100,6 +103,8 @@ async def _stop(session: Session) -> None:
     grace_s = session.settings.shutdown_grace_s if was_ready else _STARTUP_GRACE_S
     session.close()
     session.life.closing()
+    with anyio.CancelScope(shield=True):  # they only have to notice
+        await session.restarts.stop()
     engines = session.children
     if was_ready and not engines:
         await _settle_aborts(session, grace_s)

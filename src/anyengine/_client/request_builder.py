@@ -13,7 +13,7 @@ from typing import Any, cast
 import anyio.to_thread
 import msgspec
 
-from anyengine._protocol import EngineLimits, check_prompt, output_budget
+from anyengine._protocol import EngineLimits, check_prompt, num_prompt_tokens, output_budget
 from anyengine._rules import reject
 from anyengine._text import Detokenizer, Tokenizer, settle_structured_outputs, tokenize_bad_words
 from anyengine._wire import (
@@ -34,7 +34,7 @@ from .prompts import Embeddings, Prompt, is_embeddings, take_embeddings
 from .request_fields import RequestFields, check_fields
 from .sampling_checks import check_sampling
 
-__all__ = ["RequestBuilder", "num_prompt_tokens"]
+__all__ = ["RequestBuilder"]
 
 _INLINE_TOKENIZE_CHARS = 16_384  # a few ms of a fast tokenizer; longer texts go to a worker thread
 _INLINE_COPY_BYTES = 1 << 20  # a few ms of looking through embeddings
@@ -110,11 +110,9 @@ class RequestBuilder:
         Raises:
             RequestRejected: a rule is broken; the error names parameter, value and remedy.
         """
-        self._count += 1
-        label = f"request-{self._count}" if label is None else label
-        _check_label(label)
+        label, wire_id = self.next_ids(label)
         request = EngineCoreRequest(
-            request_id=f"{label}-{self._wire_id_prefix}{self._count:x}",
+            request_id=wire_id,
             prompt_token_ids=None,
             arrival_time=time.time(),
             external_req_id=label,
@@ -140,6 +138,17 @@ class RequestBuilder:
             skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
+
+    def next_ids(self, label: str | None) -> tuple[str, str]:
+        """The label of a request, made up if there is none, and its wire id.
+
+        Raises:
+            RequestRejected: the label is no str.
+        """
+        self._count += 1
+        label = f"request-{self._count}" if label is None else label
+        _check_label(label)
+        return label, f"{label}-{self._wire_id_prefix}{self._count:x}"
 
     def note_sent(self, request: EngineCoreRequest) -> None:
         """``request`` is on its way: what it settles for the engine's life is settled."""
@@ -225,13 +234,6 @@ class RequestBuilder:
         if settled is not params.structured_outputs:
             params = msgspec.structs.replace(params, structured_outputs=settled)
         return params, backend
-
-
-def num_prompt_tokens(request: EngineCoreRequest) -> int:
-    """The length of the request's prompt, whatever it is made of."""
-    if request.prompt_embeds is not None:
-        return request.prompt_embeds.shape[0]
-    return len(request.prompt_token_ids or ())
 
 
 def _replayed(params: SamplingParams, room_tokens: int) -> SamplingParams:

@@ -37,7 +37,7 @@ class RequestState:
         "first_token_s",
         "interval",
         "label",
-        "last_token_s",
+        "latest_token_s",
         "num_cached_tokens",
         "num_preemptions",
         "parker",
@@ -72,7 +72,7 @@ class RequestState:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.queued_s: float | None = None
-        self.sent_s = self.last_token_s = self.ended_s = monotonic()
+        self.sent_s = self.latest_token_s = self.ended_s = monotonic()
         self.first_token_s: float | None = None
         self.abort_expected = False
         """Whether this client has asked the engine to end all requests: then their abort is a normal end."""
@@ -91,7 +91,7 @@ class RequestState:
         else:
             self.token_ids += ids
         if ids:
-            self.last_token_s = monotonic()
+            self.latest_token_s = monotonic()
         if output.prefill_stats is not None:
             self.num_cached_tokens = output.prefill_stats.num_cached_tokens
         if output.events is not None:
@@ -127,7 +127,7 @@ class RequestState:
         """Whether the consumer shall have an item now: at the first tokens, at every ``interval`` and at the end."""
         if self.first_token_s is None:
             if num_tokens:
-                self.first_token_s = self.last_token_s
+                self.first_token_s = self.latest_token_s
             return True
         if self.interval == 1 or self.ended:
             return True

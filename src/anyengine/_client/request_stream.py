@@ -8,24 +8,25 @@ item.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Self, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, TracebackType
+from typing import Self
 
 import anyio
 
-from anyengine.exceptions import EngineError, OutputProcessingError, RequestError
+from anyengine.exceptions import EngineDeadError, EngineError, OutputProcessingError, RequestError
 from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind, SamplingParams
 
+from .admission import Ticket
+from .deadlines import Timeouts
 from .fan_out import Completions
 from .prompts import Embeddings, Prompt
 from .request_desk import RequestDesk
 from .request_fields import RequestFields
+from .wakeup import EndBell
 
 __all__ = ["RequestStream"]
-
-ErrorT = TypeVar("ErrorT", bound=EngineError)
 
 
 class RequestStream:
@@ -44,13 +45,22 @@ class RequestStream:
         params: SamplingParams,
         request_id: str | None,
         fields: RequestFields,
+        *,
+        limits_s: Mapping[str, float | None] = MappingProxyType({}),
+        nowait: bool = False,
+        on_end: Callable[[], None] | None = None,
     ) -> None:
         self._find_desk = desk
         self._desk: RequestDesk | None = None  # of the session that the request was sent in
         self._prompt = prompt
         self._params = params
         self._fields = fields
+        self._limits_s = limits_s
+        self._nowait = nowait
+        self._on_end = on_end
         self._label = request_id
+        self._ticket: Ticket | None = None
+        self._abort_asked = False
         self._completions: Completions | None = None
         self._gather = params.output_kind is OutputKind.FINAL_ONLY
         self._owned_by_block = False
@@ -66,17 +76,26 @@ class RequestStream:
     @property
     def rank(self) -> int | None:
         """The rank that runs it, or its first completion; ``None`` before the request is sent."""
-        return None if self._completions is None else self._completions.rank
+        return None if self._completions is None else self._completions.states[0].rank
+
+    @property
+    def wire_id(self) -> str | None:
+        """Its id on the wire, or its first completion's, which no other request has; ``None`` before the request is
+        sent."""
+        return None if self._completions is None else self._completions.states[0].wire_id
+
+    @property
+    def lag(self) -> int:
+        """How many tokens have arrived and have not been taken: how far the consumer is behind. They wait in one
+        merged piece."""
+        return 0 if self._completions is None else self._completions.lag
 
     # ------------------------------------------------------------------- context
 
     async def __aenter__(self) -> Self:
         """Send the request, if it has not been sent.
 
-        Raises:
-            RequestRejected: bad input; nothing was sent.
-            EngineDeadError: the engine died, or the client is closed.
-            ClosedResourceError: the stream was closed before.
+        Raises: see :meth:`start`.
 
         Cancellation: nothing is left in the engine.
         """
@@ -89,23 +108,72 @@ class RequestStream:
 
         Raises:
             RequestRejected: bad input; nothing was sent.
+            OverloadedError: an admission limit is reached; nothing was sent.
+            EngineAsleepError: the engine is paused or asleep; nothing was sent.
+            RequestTimeout: one of its time limits passed before it could be sent.
             EngineDeadError: the engine died, or the client is closed.
             ClosedResourceError: the stream was closed before.
 
         Cancellation: nothing is left in the engine.
         """
-        prepared: Sequence[int] | Embeddings = ()
+        if (sent := self._sent_or_closed()) is not None:
+            return sent
         desk = self._find_desk()
-        if self._completions is None and not self._over:
-            prepared = await desk.prepare(self._prompt, self._params, self._label, self._fields)
-        if self._completions is None:  # looked at again, both: another task may have sent or closed it meanwhile
-            if self._over:
-                raise anyio.ClosedResourceError
-            self._completions = desk.send(prepared, self._params, self._label, self._fields)
-            self._desk = desk
-            self._label = self._completions.label
-            self._prompt, self._fields = (), {}  # sent: not ours to keep
+        num_seqs = self._params.n
+        self._ticket = ticket = desk.ticket(self._prompt, self._label, num_seqs=num_seqs, nowait=self._nowait)
+        try:
+            timeouts = Timeouts.of(**self._limits_s) if self._limits_s else None
+            started_s = 0.0
+            if timeouts is None:
+                prepared = await desk.prepare(ticket, self._prompt, self._params, self._fields)
+            else:
+                started_s = anyio.current_time()
+                prepared = await self._prepare_in_time(desk, ticket, timeouts, started_s)
+            if (sent := self._sent_or_closed()) is not None:  # by another task, meanwhile
+                return sent
+            aborted = self._abort_asked or ticket.aborted
+            return self._send(desk, prepared, timeouts, started_s, aborted=aborted)
+        finally:
+            self._ticket = None
+            ticket.close()
+
+    def _sent_or_closed(self) -> Completions | None:
+        if self._completions is None and self._over:
+            raise anyio.ClosedResourceError
         return self._completions
+
+    async def _prepare_in_time(
+        self, desk: RequestDesk, ticket: Ticket, timeouts: Timeouts, started_s: float
+    ) -> Sequence[int] | Embeddings:
+        limit_s, name = timeouts.before_sending_s()
+        with anyio.CancelScope(deadline=started_s + limit_s):
+            return await desk.prepare(ticket, self._prompt, self._params, self._fields)
+        desk.request_timeouts += 1
+        raise timeouts.expired(name, self._label, sent=False)
+
+    def _send(
+        self,
+        desk: RequestDesk,
+        prepared: Sequence[int] | Embeddings,
+        timeouts: Timeouts | None,
+        started_s: float,
+        *,
+        aborted: bool,
+    ) -> Completions:
+        if aborted:
+            completions = desk.unsent(self._params, self._label)
+        else:
+            completions = desk.send(prepared, self._params, self._label, self._fields, timeouts, started_s)
+        self._completions = completions
+        self._desk = desk
+        self._label = completions.states[0].label
+        if self._on_end is not None:
+            for state in completions.states:
+                state.parker = EndBell(completions, self._on_end)
+            if completions.ended:
+                self._on_end()
+        self._prompt, self._fields = (), {}  # sent: not ours to keep
+        return completions
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -122,20 +190,36 @@ class RequestStream:
 
     def close_nowait(self) -> None:
         """:meth:`aclose` without a checkpoint. Synchronous: it may stand in a ``finally``."""
-        self.abort()
+        if self._completions is not None:
+            self._abort_running(self._completions)
+        elif self._ticket is not None:
+            self._ticket.abort()
         self._over = True  # last: in another thread the abort is refused, and the stream is what it was
 
     def abort(self) -> None:
-        """Ask for the end: the request is aborted, and the stream yields its last item, with ``finish_reason="abort"``.
+        """Ask for the end: the request is aborted, and the stream yields its last item, with ``finish_reason="abort"``
+        and everything that has arrived. One that has not been sent never will be.
 
         Synchronous. Completions that have ended stay as they are; does nothing once all have.
         """
-        if self._completions is not None and (running := self._completions.running()):
+        if self._completions is None:
+            self._abort_asked = True
+            if self._ticket is not None:
+                self._ticket.abort()
+        else:
+            self._abort_running(self._completions)
+
+    def _abort_running(self, completions: Completions) -> None:
+        if running := completions.running():
             assert self._desk is not None
             self._desk.abort(running)
 
+    def disown(self) -> None:
+        """Somebody else sees to its end."""
+        self._over = True
+
     def __del__(self) -> None:
-        completions = getattr(self, "_completions", None)
+        completions: Completions | None = getattr(self, "_completions", None)
         if completions is not None and not self._over and (running := completions.running()):
             # A collection can run in another thread or in the middle of a send: only leave a note for the session.
             assert self._desk is not None
@@ -161,6 +245,8 @@ class RequestStream:
         Raises:
             StopAsyncIteration: the final output was delivered, or the stream was closed.
             RequestRejected: bad input; nothing was sent.
+            OverloadedError, EngineAsleepError: no request is taken now; nothing was sent.
+            RequestTimeout: one of its time limits passed; what had arrived was delivered before, and is in ``partial``.
             RequestFailed: the engine ended the request with an error, or aborted it on its own account.
             EngineDeadError: the engine died, or the client is closed; again on every further call.
             BusyResourceError: another task is iterating.
@@ -170,7 +256,7 @@ class RequestStream:
         """
         if self._over:
             if self._error is not None:
-                raise self._error.for_waiter()
+                raise self._own(self._error)
             raise StopAsyncIteration
         if self._busy:
             raise anyio.BusyResourceError("iterating over")
@@ -193,11 +279,12 @@ class RequestStream:
         return self._take(completions)
 
     def _take(self, completions: Completions) -> RequestOutput:
+        """Empty the merge buffer. Synchronous, so nothing can be lost between the buffer and the caller."""
         failure = completions.failure(gather=self._gather)
         if failure is not None:
             self.close_nowait()  # one completion's trouble is that of all
-            self._error = self._with_partial(failure, completions)
-            raise self._error.for_waiter()
+            self._error = failure
+            raise self._own(failure)
         try:
             output = completions.take(gather=self._gather)
         except Exception as exc:
@@ -207,13 +294,16 @@ class RequestStream:
                 f"cannot process the output of request {self._label!r}: {exc!r}", request_id=self._label
             )
             error.__cause__ = exc
-            self._error = self._with_partial(error, completions)
+            self._error = error
+            error.partial = completions.snapshot()
             raise error from exc
         self._over = output.finished
         return output
 
-    @staticmethod
-    def _with_partial(error: ErrorT, completions: Completions) -> ErrorT:
-        if isinstance(error, RequestError):
-            error.partial = completions.snapshot()
-        return error
+    def _own(self, error: EngineError) -> EngineError:
+        """A copy of ``error`` for the consumer, which may be everybody's: what is known of this request is in it."""
+        own = error.for_waiter()
+        if isinstance(own, RequestError | EngineDeadError):
+            own.request_id = self._label
+            own.partial = None if self._completions is None else self._completions.snapshot()
+        return own

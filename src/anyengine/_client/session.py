@@ -32,8 +32,10 @@ from anyengine.exceptions import (
 )
 
 from .burials import Burials, RankDeath
+from .fences import FencePassed, Fences
 from .liveness import Liveness
 from .notifications import Notification, Notifications, is_worth_a_line
+from .restarts import Restarts
 from .send_budget import SendBudget
 from .settings import SessionSettings
 
@@ -44,7 +46,7 @@ _logger = logging.getLogger("anyengine.client")
 ArgsT = TypeVarTuple("ArgsT")
 
 
-SessionItem: TypeAlias = EngineCoreOutputs | UtilityReply | RankDeath | EngineDeadError
+SessionItem: TypeAlias = EngineCoreOutputs | UtilityReply | FencePassed | RankDeath | EngineDeadError
 """What travels through the session's stream, in the order received; the error that ends the session is the last
 item."""
 
@@ -77,9 +79,13 @@ class Session:
         self.registrations: dict[int, EngineCoreReadyResponse | None] = {}
         self.merged_registration: EngineCoreReadyResponse | None = None
         self.burials: Burials = Burials(self, self.ranks)
+        self.restarts: Restarts = Restarts(self)
         self.feed, self.stream = anyio.create_memory_object_stream[SessionItem](math.inf)
         self.liveness: Liveness = Liveness(self, self.ranks)
         self.send_budget: SendBudget = SendBudget(self, self.ranks, settings.max_unread_bytes)
+        self.fences: Fences = Fences(self)
+        self.on_room: Callable[[], None] = _nothing
+        """Called when there may be room for a request where there was none."""
         self.notifications: Notifications = Notifications(settings.on_notification, tasks)
         self._messages_dropped = 0
         self.in_order: bool = False
@@ -117,6 +123,17 @@ class Session:
             remedy = f"use one of {', '.join(map(str, self.ranks))}"
             raise RequestRejected(f"there is no rank {rank!r}", parameter=parameter, value=rank, remedy=remedy)
         return rank
+
+    def is_lost(self, rank: int) -> bool:
+        """Whether nothing can be said to the rank any more."""
+        return rank in self.burials.deaths and rank not in self.restarts.pending
+
+    def down(self) -> EngineDeadError:
+        """What a call deserves that needs a rank, when none lives: one of them is being started again."""
+        rank = min(self.restarts.pending)
+        error = self.burials.death(rank)
+        error.args = (f"engine {rank} is being started again; it died before: {error.args[0]}",)
+        return error
 
     def send(self, rank: int, frames: Frames) -> None:
         """Send one message to an engine. Synchronous.
@@ -243,12 +260,14 @@ class Session:
     def receive(self, messages: list[Message]) -> None:
         """Decode what came over the output socket and hand it over."""
         now_s = anyio.current_time()
-        last_heard_s = self.liveness.last_heard_s
+        last_heard_s, stepped = self.liveness.last_heard_s, self.liveness.stepped
         receive = self.connection.receive
         for frames in messages:
             event = receive(frames)
             if isinstance(event, OutputBatch):
                 rank = event.engine_index
+                if rank in last_heard_s:
+                    stepped(rank, event.scheduler_stats, now_s)
                 if self.cause is None:
                     self.feed.send_nowait(event)
             elif isinstance(event, UtilityReply):
@@ -296,3 +315,7 @@ class Session:
             self._unwatched[engine.rank].set()
         if self.is_ready:
             self.burials.bury(engine.rank)
+
+
+def _nothing() -> None:
+    """Nobody waits for room."""

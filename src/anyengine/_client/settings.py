@@ -12,6 +12,7 @@ from typing import Literal, Self
 from anyengine._environment import ENGINE_READY_TIMEOUT_S
 from anyengine._process.status import Status
 from anyengine.config import AttachedEngine, EmbeddedEngine, EngineSettings, InMemoryEngine, VLLMEngine
+from anyengine.policies import RestartPolicy
 
 from .defaults import default_grace_s, warn_of_pickles
 from .notifications import Notification
@@ -32,6 +33,7 @@ class SessionSettings:
     on_death: Literal["report", "cancel"]
     on_progress: Callable[[Status], None] | None
     on_notification: Callable[[Notification], Awaitable[None]] | None
+    restart: RestartPolicy | None
 
     @classmethod
     def of(
@@ -45,6 +47,7 @@ class SessionSettings:
         on_death: Literal["report", "cancel"],
         on_progress: Callable[[Status], None] | None,
         on_notification: Callable[[Notification], Awaitable[None]] | None,
+        restart: RestartPolicy | None,
     ) -> Self:
         """What :class:`EngineCoreClient` was given, checked and filled in.
 
@@ -61,6 +64,10 @@ class SessionSettings:
         if max_unread_bytes < 1:
             raise ValueError(f"max_unread_bytes={max_unread_bytes!r} must be at least 1")
         engines = _engines(engine)
+        if restart is not None and not isinstance(restart, RestartPolicy):
+            raise ValueError(f"restart={restart!r} must be a RestartPolicy, or None for no restarts")
+        if restart is not None and isinstance(engines[0], AttachedEngine):
+            raise ValueError(f"restart: {engines[0]!r} is started by someone else, who has to start it again as well")
         warn_of_pickles(engines)
         return cls(
             engines=engines,
@@ -71,6 +78,7 @@ class SessionSettings:
             on_death=on_death,
             on_progress=on_progress,
             on_notification=on_notification,
+            restart=restart,
         )
 
     def engine_of(self, rank: int) -> EngineSettings:

@@ -30,12 +30,14 @@ class TaskExit(Exception):
 
 
 class TaskHost:
-    """What an engine finds around itself. ``terminated`` is set by SIGTERM, which is up to the engine to obey."""
+    """What an engine finds around itself. ``on_terminate`` is called at SIGTERM, which is up to the engine to obey;
+    ``terminated`` says whether that has come."""
 
-    def __init__(self, on_status: Callable[[bytes], None], on_line: Callable[[str], None], term: anyio.Event) -> None:
+    def __init__(self, on_status: Callable[[bytes], None], on_line: Callable[[str], None]) -> None:
         self._on_status = on_status
         self._on_line = on_line
-        self.terminated = term
+        self.terminated: bool = False
+        self.on_terminate: Callable[[], None] | None = None
 
     def report(self, status: Status) -> None:
         """What a process writes to its standard output."""
@@ -55,7 +57,8 @@ class TaskChild:
     def __init__(self, serve: Callable[[TaskHost], Awaitable[None]]) -> None:
         self._serve = serve
         self._scope = anyio.CancelScope()
-        self._terminated = anyio.Event()
+        self._terminated = False
+        self._host: TaskHost | None = None
         self._exit: ProcessExit | None = None
         self._stderr_tail: deque[str] = deque(maxlen=_STDERR_TAIL_LINES)
         self.exited: anyio.Event = anyio.Event()
@@ -81,7 +84,8 @@ class TaskChild:
 
         if self._exit is not None:
             return
-        host = TaskHost(on_stdout_line, keep, self._terminated)
+        self._host = host = TaskHost(on_stdout_line, keep)
+        host.terminated = self._terminated
         ended = ProcessExit(None, None, "SIGKILL")
         try:
             with self._scope:
@@ -110,7 +114,11 @@ class TaskChild:
 
     def terminate(self) -> None:
         """Ask it to stop."""
-        self._terminated.set()
+        self._terminated = True
+        if self._host is not None and not self.exited.is_set():
+            self._host.terminated = True
+            if self._host.on_terminate is not None:
+                self._host.on_terminate()
 
     def kill(self) -> None:
         """Make sure that it ends. Synchronous, idempotent; the end itself takes a turn of the event loop."""
