@@ -139,7 +139,7 @@ async def test_starts_that_fail_count_and_are_told(tmp_path: Path) -> None:
 
                 async def wait_for_it() -> None:
                     with pytest.raises(EngineDeadError, match="started again 3 times"):
-                        await client.submit([1])
+                        await tokens(client, [1])
 
                 tasks.start_soon(wait_for_it)
                 death = await client.wait_dead()

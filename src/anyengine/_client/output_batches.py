@@ -66,7 +66,9 @@ class BatchConsumer:
         assert not isinstance(item, UtilityReply)  # those are resolved as they arrive
         self._outputs = []
         for entry, exc in session.connection.requests.dispatch(item.outputs):
-            abort(entry.request_id)  # a consumer of the caller's own failed: rule 5
+            abort(entry.request_id)  # a consumer of the caller's own failed (rule 5), or has had enough
+            if exc is None:
+                continue
             error = OutputProcessingError(f"cannot take an output of request {entry.request_id!r}: {exc!r}")
             error.__cause__ = exc
             entry.consumer.fail(error)

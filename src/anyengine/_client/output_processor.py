@@ -115,6 +115,8 @@ class OutputProcessor:
         session, requests = self._session, self._session.connection.requests
         for entry, exc in requests.dispatch(rows):
             self._core.abort([entry.request_id])
+            if exc is None:  # a stop string ended it, of which the engine knows nothing
+                continue
             state = state_of(entry.consumer)
             assert state is not None
             error = OutputProcessingError(

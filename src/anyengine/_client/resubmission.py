@@ -41,12 +41,12 @@ class Submission:
         self.state = state
         self.received: list[int] = []
 
-    def push(self, output: EngineCoreOutput) -> None:
-        """Take one output from the engine."""
+    def push(self, output: EngineCoreOutput) -> bool:
+        """Take one output from the engine; whether the request ends here, although the engine would go on."""
         if output.finish_reason is not None and self._may_pass(output) and self._desk.retry(self):
-            return
+            return False
         self.received += output.new_token_ids
-        self.state.push(output)
+        return self.state.push(output)
 
     def fail(self, error: BaseException) -> None:
         """Its engine is dead, or something else has ended it."""
