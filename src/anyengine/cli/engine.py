@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from anyengine import Status
 
-__all__ = ["EngineOptions", "add_engine_options", "serve_front_end"]
+__all__ = ["EngineOptions", "add_engine_options", "check_place", "serve_front_end"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,20 +64,27 @@ class EngineOptions:
         """Raises:
         ValueError: an address that no front end can have, a rank or a time out of range.
         """
-        scheme, separator, rest = self.handshake.partition("://")
-        host, _, port = rest.rpartition(":")
-        good = (scheme == "tcp" and bool(host) and port.isdecimal() and 0 < int(port) < 65536) or (
-            scheme == "ipc" and bool(rest)
-        )
-        if not separator or not good:
-            raise ValueError(
-                f"handshake={self.handshake!r} must be tcp://HOST:PORT or ipc://PATH: the front end's "
-                "--data-parallel-address and --data-parallel-rpc-port"
-            )
-        if not 0 <= self.rank < 65536:
-            raise ValueError(f"rank={self.rank} must be from 0 to 65535")
+        check_place(self.handshake, self.rank)
         if not self.reconnect_grace >= 0:
             raise ValueError(f"reconnect_grace={self.reconnect_grace} must be a number of seconds, 0 or more")
+
+
+def check_place(handshake: str, rank: int) -> None:
+    """Raises:
+    ValueError: an address that no front end can have, or a rank out of range.
+    """
+    scheme, separator, rest = handshake.partition("://")
+    host, _, port = rest.rpartition(":")
+    good = (scheme == "tcp" and bool(host) and port.isdecimal() and 0 < int(port) < 65536) or (
+        scheme == "ipc" and bool(rest)
+    )
+    if not separator or not good:
+        raise ValueError(
+            f"handshake={handshake!r} must be tcp://HOST:PORT or ipc://PATH: the front end's "
+            "--data-parallel-address and --data-parallel-rpc-port"
+        )
+    if not 0 <= rank < 65536:
+        raise ValueError(f"rank={rank} must be from 0 to 65535")
 
 
 def add_engine_options(parser: ArgumentParser) -> None:
