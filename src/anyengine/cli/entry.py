@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import anyio
 
+from anyengine.cli.bench import BenchOptions, run_benchmark
 from anyengine.cli.check_options import CheckOptions
 from anyengine.cli.engine import EngineOptions, check_place, serve_front_end
 from anyengine.cli.mock import MockOptions, serve_mock
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _serve(options)
             case MockOptions():
                 return _mock(options)
+            case BenchOptions():
+                return _bench(options)
             case _:
                 return _run(options)
     except KeyboardInterrupt:  # before the event loop has its handler, or while standard input is read
@@ -81,6 +84,16 @@ def _mock(options: MockOptions) -> int:
         _fail(error, options)
         return _USAGE
     return serve_mock(options, script)
+
+
+def _bench(options: BenchOptions) -> int:
+    try:
+        options.check()
+        _check_backend(options)
+    except ValueError as error:
+        _fail(error, options)
+        return _USAGE
+    return run_benchmark(options)
 
 
 def _run(options: RunOptions) -> int:
@@ -118,7 +131,7 @@ def _check(options: CheckOptions) -> int:
         return _USAGE
 
 
-def _check_backend(options: RunOptions | CheckOptions) -> None:
+def _check_backend(options: RunOptions | CheckOptions | BenchOptions) -> None:
     wanted = "uvloop" if options.uvloop else options.backend
     if find_spec(wanted) is None:
         raise RequestRejected(

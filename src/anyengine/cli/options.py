@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias, get_args
 
 from anyengine import EmbeddedEngine, SamplingParams
+from anyengine.cli.bench import BenchOptions, add_bench_command
 from anyengine.cli.check_options import CheckOptions, add_check_command
 from anyengine.cli.engine import EngineOptions, add_engine_options
 from anyengine.cli.mock import MockOptions, add_mock_command
@@ -76,7 +77,7 @@ class RunOptions:
         return [*system, {"role": "user", "content": prompt}]
 
 
-Options: TypeAlias = RunOptions | EngineOptions | CheckOptions | MockOptions
+Options: TypeAlias = RunOptions | EngineOptions | CheckOptions | MockOptions | BenchOptions
 """What was typed after one of the commands."""
 
 
@@ -111,6 +112,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Options:
     engine.set_defaults(options=EngineOptions)
     add_check_command(commands)
     add_mock_command(commands)
+    add_bench_command(commands)
     values = vars(parser.parse_args(arguments))
     options: Options = values.pop("options")(**values)
     if getattr(options, "uvloop", False) and getattr(options, "backend", "asyncio") != "asyncio":
