@@ -1,8 +1,18 @@
-"""Property tests drive the sans-I/O parts; they get the same profiles and leak checks as the other tests."""
+"""Property tests get the profiles, loops and leak checks of the other tests; what they did is printed at the end."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import tally
 from anyengine.testing._profiles import load_profile
 from anyengine.testing.pytest_plugin import *  # noqa: F403 - fixtures and hooks must stand in a conftest's namespace
+from budgets import PROFILE, SEED
 
 load_profile()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if found := tally.lines():
+        terminalreporter.section(f"property tests: profile {PROFILE}, ANYENGINE_PROPERTY_SEED={SEED}")
+        terminalreporter.write("\n".join([*found, ""]))

@@ -14,13 +14,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ._client.client import EngineClient
+    from ._client.closing import KilledProcess, ShutdownReport
     from ._client.core_client import EngineCoreClient
+    from ._client.events import ClientEvents
+    from ._client.health import ClientHealth, HealthLevel, RankHealth
     from ._client.operations import PauseMode
     from ._client.prompts import EmbedsPrompt, Prompt
     from ._client.request_stream import RequestStream
-    from ._client.settings import ClientState
     from ._process.status import Status
-    from ._protocol import EEPNotification, FaultStatus
+    from ._protocol import (
+        ClientEvent,
+        ClientState,
+        CurrentState,
+        EEPNotification,
+        FaultStatus,
+        RankChanged,
+        RankState,
+        StateChanged,
+    )
     from ._text import Tokenizer
     from ._wire import (
         EngineCoreOutput,
@@ -89,12 +100,17 @@ if TYPE_CHECKING:
         SamplingParams,
         StructuredOutputsParams,
     )
+    from .policies import RestartPolicy, RetryPolicy
 
 __all__ = [
     "ClientClosedError",
+    "ClientEvent",
+    "ClientEvents",
     "ClientFailedError",
+    "ClientHealth",
     "ClientState",
     "CommandEngine",
+    "CurrentState",
     "DecodeError",
     "DrainTimeout",
     "EEPNotification",
@@ -116,7 +132,9 @@ __all__ = [
     "FaultStatus",
     "FinishReason",
     "FlatLogprobs",
+    "HealthLevel",
     "InheritedEngine",
+    "KilledProcess",
     "KvHintAction",
     "KvHintsEnvelope",
     "LateChunkingParams",
@@ -137,6 +155,9 @@ __all__ = [
     "PoolingParams",
     "Prompt",
     "ProtocolError",
+    "RankChanged",
+    "RankHealth",
+    "RankState",
     "RemoteEngine",
     "RemoteProtocolError",
     "RepetitionDetectionParams",
@@ -146,9 +167,13 @@ __all__ = [
     "RequestRejected",
     "RequestStream",
     "RequestTimeout",
+    "RestartPolicy",
+    "RetryPolicy",
     "RunningEngine",
     "SamplingParams",
+    "ShutdownReport",
     "StartupTimeout",
+    "StateChanged",
     "Status",
     "StructuredOutputsParams",
     "Tensor",
@@ -165,14 +190,22 @@ _HOMES = {
     name: module
     for module, names in {
         "_client.client": ("EngineClient",),
+        "_client.closing": ("KilledProcess", "ShutdownReport"),
         "_client.core_client": ("EngineCoreClient",),
+        "_client.events": ("ClientEvents",),
+        "_client.health": ("ClientHealth", "HealthLevel", "RankHealth"),
         "_client.operations": ("PauseMode",),
         "_client.prompts": ("EmbedsPrompt", "Prompt"),
         "_client.request_stream": ("RequestStream",),
-        "_client.settings": ("ClientState",),
         "_protocol": (
+            "ClientEvent",
+            "ClientState",
+            "CurrentState",
             "EEPNotification",
             "FaultStatus",
+            "RankChanged",
+            "RankState",
+            "StateChanged",
         ),
         "_text": ("Tokenizer",),
         "_wire": (
@@ -217,6 +250,7 @@ _HOMES = {
             "StructuredOutputsParams",
         ),
         "_process.status": ("Status",),
+        "policies": ("RestartPolicy", "RetryPolicy"),
     }.items()
     for name in names
 }

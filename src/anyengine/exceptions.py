@@ -41,12 +41,27 @@ __all__ = [
 
 _SHOWN_LINES: Final = 8
 """Of an engine's last words in the text of an error: it is logged once for each request that was in flight."""
+_STATUS_OF_CODES: Final = {"validation_error": 400}
+"""Of an engine's own codes, what its being retryable does not tell already."""
 _RAISED: Final = re.compile(r"(?:^|[\]:] )((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)): \S.*")
 """A line in which a traceback ends, behind whatever a logger puts before it."""
 
 
 class EngineError(Exception):
-    """Base class of every error of this package."""
+    """Base class of every error of this package.
+
+    Each says the same things of itself: ``code`` is a stable name for programs, ``status`` the HTTP status that stands
+    for it, ``retryable`` whether the same request may succeed if it is made once more. ``rank`` and ``request_id`` say
+    where, and are ``None`` where that is not known. ``outcomes`` is set by a call on several ranks: the result of each,
+    or its error.
+    """
+
+    code: str = "engine_error"
+    status: int = 500
+    retryable: bool = False
+    rank: int | None = None
+    request_id: str | None = None
+    outcomes: dict[int, Any] | None = None
 
     def for_waiter(self) -> Self:
         """A fresh instance with the same facts, for one more waiter; its ``__cause__`` is this error.
@@ -100,6 +115,9 @@ class EngineStartupError(_ProcessError):
     (the last start-up stage reached) and ``child_exception`` (type and text of the exception that ended the child).
     """
 
+    code = "startup_failed"
+    status = 503
+
     def __init__(
         self, message: str, *, stage: str | None = None, child_exception: str | None = None, **process: Any
     ) -> None:
@@ -117,25 +135,49 @@ class EngineStartupError(_ProcessError):
 class StartupTimeout(EngineStartupError, TimeoutError):
     """Start-up exceeded its deadline. ``stage_seconds`` maps each stage reached to the seconds spent in it."""
 
+    code = "startup_timeout"
+    status = 504
+
     def __init__(self, message: str, *, stage_seconds: dict[str, float] | None = None, **startup: Any) -> None:
         super().__init__(message, **startup)
         self.stage_seconds: dict[str, float] = stage_seconds or {}
 
 
 class EngineDeadError(_ProcessError):
-    """An engine that was ready has died, or the link to it is gone."""
+    """An engine that was ready has died, or the link to it is gone.
+
+    Given to a request, it has the request's ``request_id`` and, in ``partial``, the output so far. ``history`` has the
+    earlier failures of an engine that was started again until its :class:`~anyengine.RestartPolicy` gave it up.
+    """
+
+    code = "engine_dead"
+    status = 503
+    retryable = True
+    partial: Any = None
+    history: tuple[EngineError, ...] = ()
 
 
 class EngineUnresponsiveError(EngineDeadError):
-    """The engine process lives, but its main loop does not answer."""
+    """The engine process lives, but its main loop does not answer. ``silent_s``: seconds since its last sign of
+    life."""
+
+    code = "engine_unresponsive"
+    silent_s: float | None = None
 
 
 class ClientFailedError(EngineDeadError):
     """One of the client's own tasks failed: a bug in anyengine. ``__cause__`` has it."""
 
+    code = "client_failed"
+    status = 500
+    retryable = False
+
 
 class ClientClosedError(EngineDeadError):
     """The client was closed or cancelled; no engine is at fault."""
+
+    code = "client_closed"
+    retryable = False
 
 
 class RequestError(EngineError):
@@ -143,6 +185,8 @@ class RequestError(EngineError):
 
     ``partial`` holds whatever output had been produced when the error was raised (an output object, or ``None``).
     """
+
+    code = "request_error"
 
     def __init__(self, message: str, *, request_id: str | None = None, partial: Any = None) -> None:
         super().__init__(message)
@@ -152,6 +196,9 @@ class RequestError(EngineError):
 
 class RequestRejected(RequestError, ValueError):
     """Bad input, refused before anything was sent. ``parameter``, ``value`` and ``remedy`` say what to change."""
+
+    code = "request_rejected"
+    status = 400
 
     def __init__(
         self,
@@ -169,36 +216,64 @@ class RequestRejected(RequestError, ValueError):
 
 
 class RequestFailed(RequestError):
-    """The engine ended the request with an error. ``code`` and ``retryable`` are the engine's, when it gave them."""
+    """The engine ended the request with an error. ``code`` and ``retryable`` are the engine's, when it gave them, and
+    ``status`` follows from these."""
+
+    code = "request_failed"
 
     def __init__(self, message: str, *, code: str | None = None, retryable: bool = False, **request: Any) -> None:
         super().__init__(message, **request)
-        self.code = code
+        self.code = code or type(self).code
         self.retryable = retryable
+        self.status = _STATUS_OF_CODES.get(self.code, 503 if retryable else 500)
 
 
 class RequestTimeout(RequestError, TimeoutError):
-    """A per-request deadline passed; ``partial`` has the tokens so far."""
+    """A per-request deadline passed; ``partial`` has the tokens so far, ``limit`` the name of the argument."""
+
+    code = "request_timeout"
+    status = 504
+
+    def __init__(self, message: str, *, limit: str | None = None, **request: Any) -> None:
+        super().__init__(message, **request)
+        self.limit = limit
 
 
 class OutputProcessingError(RequestError):
     """Our own processing of one request's output failed; ``__cause__`` has it. Other requests go on."""
 
+    code = "output_processing_failed"
+
 
 class EngineAsleepError(RequestError):
     """The engine is paused or asleep and takes no requests."""
 
+    code = "engine_asleep"
+    status = 503
+    retryable = True
+
 
 class OverloadedError(RequestError):
-    """An admission limit is reached. ``retry_after_s`` is a hint in seconds, or ``None``."""
+    """An admission limit is reached: ``reason`` is ``"requests"``, ``"tokens"`` (of prompts that wait),
+    ``"bytes"`` (that the engine has not read) or ``"restarting"`` (every engine is). ``retry_after_s`` is a hint in
+    seconds, or ``None``."""
 
-    def __init__(self, message: str, *, retry_after_s: float | None = None, **request: Any) -> None:
+    code = "overloaded"
+    status = 429
+    retryable = True
+
+    def __init__(
+        self, message: str, *, reason: str | None = None, retry_after_s: float | None = None, **request: Any
+    ) -> None:
         super().__init__(message, **request)
+        self.reason = reason
         self.retry_after_s = retry_after_s
 
 
 class UtilityError(EngineError):
     """A utility call failed in the engine. Attributes: ``method``, ``call_id``, ``rank``."""
+
+    code = "utility_failed"
 
     def __init__(
         self, message: str, *, method: str | None = None, call_id: int | None = None, rank: int | None = None
@@ -214,6 +289,9 @@ class UtilityRejected(UtilityError, ValueError):
 
     ``parameter``, ``value`` and ``remedy`` say what to change.
     """
+
+    code = "utility_rejected"
+    status = 400
 
     def __init__(
         self,
@@ -233,9 +311,15 @@ class UtilityRejected(UtilityError, ValueError):
 class UtilityTimeout(UtilityError, TimeoutError):
     """A utility call was not answered within its time limit."""
 
+    code = "utility_timeout"
+    status = 504
+
 
 class EncodeError(UtilityError):
     """A value cannot be put on the wire; nothing was sent. ``field`` is its path, ``type_name`` its type."""
+
+    code = "encode_failed"
+    status = 400
 
     def __init__(self, message: str, *, field: str | None = None, type_name: str | None = None, **utility: Any) -> None:
         super().__init__(message, **utility)
@@ -246,6 +330,9 @@ class EncodeError(UtilityError):
 class DrainTimeout(EngineError, TimeoutError):
     """Some ranks did not confirm in time: ``ranks``."""
 
+    code = "drain_timeout"
+    status = 504
+
     def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
@@ -254,17 +341,26 @@ class DrainTimeout(EngineError, TimeoutError):
 class WrongLoopError(EngineError, RuntimeError):
     """A client was used from another event loop, thread or backend than the one that entered it."""
 
+    code = "wrong_loop"
+
 
 class ProtocolError(EngineError):
     """The wire protocol was violated."""
+
+    code = "protocol_error"
 
 
 class LocalProtocolError(ProtocolError):
     """By us: a command that is not allowed in the present state. Nothing was sent."""
 
+    code = "local_protocol_error"
+
 
 class RemoteProtocolError(ProtocolError):
     """By the peer: a message that must not arrive in the present state."""
+
+    code = "remote_protocol_error"
+    status = 502
 
 
 class DecodeError(RemoteProtocolError):
@@ -273,6 +369,8 @@ class DecodeError(RemoteProtocolError):
     ``message_type`` says what they should have been, ``path`` where in it the trouble is (``"$[1][0]"``: position 0 of
     position 1), ``size_bytes`` how long the payload was; each is ``None`` where it does not apply.
     """
+
+    code = "decode_failed"
 
     def __init__(
         self, message: str, *, message_type: str | None = None, path: str | None = None, size_bytes: int | None = None

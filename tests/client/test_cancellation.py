@@ -1,12 +1,12 @@
-"""Cancellation at every step, by scopes and natively; and other uninvited guests."""
+"""Second cancellations, native ones of the wrong task, and other uninvited guests. Every step of every operation is
+cancelled in ``property_tests``."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import anyio
@@ -26,8 +26,8 @@ from anyengine import (
     SamplingParams,
     WrongLoopError,
 )
+from anyengine._client.output_processor import OutputProcessor
 from anyengine._client.request_builder import RequestBuilder
-from anyengine._client.request_desk import RequestDesk
 from anyengine._transport.zmq_socket import ZmqSocket
 from anyengine.testing.pytest_plugin import BACKENDS
 
@@ -39,23 +39,6 @@ native = pytest.mark.parametrize("anyio_backend", [BACKENDS["asyncio"], BACKENDS
 
 def long_toy() -> Any:
     return toy(step_delay_s=0.002, max_model_len=20_000)
-
-
-@types.coroutine
-def stepped(coroutine: Coroutine[Any, Any, None], at_step: Callable[[int], None]) -> Generator[Any, Any, None]:
-    """Run ``coroutine``, and call ``at_step`` each time that it is about to wait; steps count from 0."""
-    step, value, error = 0, None, None
-    while True:
-        try:
-            trap = coroutine.send(value) if error is None else coroutine.throw(error)
-        except StopIteration:
-            return
-        at_step(step)
-        step += 1
-        try:
-            value, error = (yield trap), None
-        except BaseException as exc:  # noqa: BLE001 - it is the coroutine's
-            error = exc
 
 
 class Ledger:
@@ -74,102 +57,6 @@ class Ledger:
             send(socket, parts)
 
         monkeypatch.setattr(ZmqSocket, "send_nowait", spy)
-
-    def balance(self) -> None:
-        """Exactly one abort for each request, none of which ends by itself here."""
-        assert sorted(self.aborted) == sorted(self.added)
-        self.added, self.aborted = [], []
-
-
-async def whole_life(clients: list[EngineClient]) -> None:
-    """Every await of a client's public face. The peer gives each request one token, and no end."""
-    async with EngineClient(engine=misbehaving("record", os.devnull)) as client:
-        clients.append(client)
-        async with client.generate([1]) as stream:
-            await anext(stream)
-        stream = await client.submit([2], request_id="x")
-        await anext(stream)
-        assert await client.core.utility("any") == "ok"
-        assert await client.abort("x") == 1
-        await stream.aclose()
-        loose = client.generate([3])
-        await anext(loose)
-        with anyio.move_on_after(0.001):
-            await anext(loose)
-        other = client.generate([4])
-        await anext(other)
-        other.close_nowait()
-
-
-def nothing_is_left(clients: list[EngineClient], ledger: Ledger) -> None:
-    ledger.balance()
-    for client in clients:
-        assert client.state is ClientState.CLOSED
-        assert client.statistics()["requests_in_flight"] == client.statistics()["utility_calls_in_flight"] == 0
-    clients.clear()
-
-
-async def test_a_cancelled_scope_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger, clients, reached, step = Ledger(monkeypatch), [], True, 0
-
-    def cancel(at: int) -> None:
-        nonlocal reached
-        if at == step:
-            reached = True
-            scope.cancel()
-
-    with anyio.fail_after(60):
-        while reached:
-            reached = finished = False
-            with anyio.CancelScope() as scope:
-                await stepped(whole_life(clients), cancel)
-                finished = True
-            # In the very last steps of a block that was left normally, nothing is left to interrupt.
-            assert scope.cancelled_caught is not finished
-            nothing_is_left(clients, ledger)
-            step += 1
-    assert step > 10
-
-
-@native
-@pytest.mark.parametrize("how", ["cancel", "cancel_later", "cancel_thrice", "timeout"])
-async def test_native_cancellation_at_every_step(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger, clients, reached, step = Ledger(monkeypatch), [], True, 0
-    loop = asyncio.get_running_loop()
-
-    async def life() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-
-        def interrupt(at: int) -> None:
-            nonlocal reached
-            if step <= at < step + (3 if how == "cancel_thrice" else 1):
-                reached = True
-                if how == "timeout":
-                    timeout.reschedule(loop.time())
-                elif how == "cancel_later":  # together with what the step waits for, perhaps
-                    loop.call_soon(task.cancel)
-                else:
-                    task.cancel()
-
-        try:
-            async with asyncio.timeout(None) as timeout:
-                await stepped(whole_life(clients), interrupt)
-        except TimeoutError:
-            assert how == "timeout" and task.cancelling() == 0
-            raise asyncio.CancelledError from None
-
-    with anyio.fail_after(60):
-        while reached:
-            reached = False
-            task = asyncio.create_task(life())
-            await asyncio.wait([task])
-            assert task.cancelled() is reached
-            if not reached:
-                task.result()
-            nothing_is_left(clients, ledger)
-            step += 1
-    assert step > 10
 
 
 @native
@@ -327,7 +214,7 @@ async def test_a_failure_of_our_own_reaches_every_consumer(monkeypatch: pytest.M
         async with EngineClient(engine=long_toy()) as client:
             stream = await client.submit([1], LONG)
             ledger = Ledger(monkeypatch)
-            monkeypatch.setattr(RequestDesk, "_take", broken)
+            monkeypatch.setattr(OutputProcessor, "take", broken)
             for _ in range(2):
                 with pytest.raises(ClientFailedError):
                     while True:
@@ -366,13 +253,13 @@ async def test_a_callback_that_raises_a_base_exception_leaves_no_process(stage: 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_ctrl_c_in_one_of_the_sessions_own_tasks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On trio KeyboardInterrupt strikes whatever task is running; it leaves the block plain."""
-    take = RequestDesk._take
+    take = OutputProcessor.take
 
     def interrupted(client: EngineClient, item: Any) -> None:
-        monkeypatch.setattr(RequestDesk, "_take", take)
+        monkeypatch.setattr(OutputProcessor, "take", take)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(RequestDesk, "_take", interrupted)
+    monkeypatch.setattr(OutputProcessor, "take", interrupted)
 
     async def main() -> None:
         with anyio.fail_after(30):

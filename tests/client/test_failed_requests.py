@@ -40,5 +40,5 @@ async def test_the_engines_own_reason_is_in_the_error() -> None:
 async def test_an_engine_that_gives_no_reason(version: str) -> None:
     received, error = await failure(version, None)
     assert received == [5] and error.partial.token_ids == [5]
-    assert (error.code, error.retryable) == (None, False)
+    assert (error.code, error.status, error.retryable) == ("request_failed", 500, False)
     assert "it gave no reason" in str(error)

@@ -34,11 +34,15 @@ class Consumer:
         raise NotImplementedError
 
 
-def clear(request: Any, path: str) -> None:
+def clear(request: Any, path: str) -> bool:
+    """Whether there was such a field of a struct to clear; not, if the struct stands where it should not."""
     *parts, name = path.split(".")
     part = reduce(getattr, parts, request)
+    if not isinstance(part, msgspec.Struct):
+        return False
     info = next(info for info in msgspec.structs.fields(part) if info.name == name)
     setattr(part, name, None if info.default is msgspec.NODEFAULT else info.default)
+    return True
 
 
 def attempt(request: Any, dialect: wire.Dialect) -> list[bytes] | Exception:
@@ -53,7 +57,8 @@ def attempt(request: Any, dialect: wire.Dialect) -> list[bytes] | Exception:
             assert len(connection.requests) == 0, "refused, and registered all the same"
             if not isinstance(exc, EncodeError) or "no such field" not in str(exc):
                 return exc
-            clear(request, str(exc.field))
+            if not clear(request, str(exc.field)):
+                return exc
     assert list(connection.requests.live) == [request.request_id]
     return [bytes(frame) for frame in frames]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from protocol_pieces import Consumer, nothing, output, request
 
 from anyengine._protocol import Connection, EngineLimits
-from anyengine._protocol.requests import _REMEMBERED
+from anyengine._protocol.aborts import _REMEMBERED
 from anyengine._wire import (
     DIALECTS,
     NEWEST,
@@ -250,6 +251,28 @@ def test_every_release_is_judged_by_what_it_reads(dialect: Any) -> None:
     assert list(connection.requests.live) == ["a"]
 
 
+@pytest.mark.parametrize("dialect", [DIALECTS[0], NEWEST], ids=repr)
+def test_what_cannot_be_compared_is_refused_wherever_it_stands(dialect: Any) -> None:
+    """Arrays: even ``==`` raises on them."""
+    connection = Connection({0: dialect}, call_id_prefix=1, limits={0: LIMITS})
+    array = np.arange(4)
+    spoilt = {name: request() for name in EngineCoreRequest.__struct_fields__}
+    for name, it in spoilt.items():
+        setattr(it, name, array)
+    spoilt |= {f"sampling_params.{name}": sampling(**{name: array}) for name in WireSamplingParams.__struct_fields__}
+    lost = []
+    for path, it in spoilt.items():
+        try:
+            lost.append(connection.check(it, 0))
+        except (RequestRejected, EncodeError, LocalProtocolError) as exc:
+            words = str(exc)
+            assert path.rpartition(".")[2] in words, words
+    plain = dialect.encode_add(request()), dialect.encode_add(sampling())
+    assert all(list(frames) in plain for frames in lost)
+    assert not (lost and dialect is NEWEST)
+    assert not connection.requests.live
+
+
 def test_what_an_engine_was_not_started_with() -> None:
     connection = connected(EngineLimits(32, tasks=frozenset(("embed",)), lora=False, prompt_embeds=False))
     for bad, parameter in (
@@ -324,12 +347,14 @@ def test_the_memory_of_aborted_ids_is_bounded() -> None:
     registry.open("first", 0, Consumer())
     registry.close("first", aborted=True)
     for i in range(_REMEMBERED - 1):
+        registry.open(f"r{i}", 0, Consumer())
         registry.close(f"r{i}", aborted=True)
     with pytest.raises(LocalProtocolError):
         registry.open("first", 0, Consumer())
     for i in range(10 * _REMEMBERED):
+        registry.open(f"s{i}", 0, Consumer())
         registry.close(f"s{i}", aborted=True)
-        assert len(registry._aborted) + len(registry._aborted_before) <= 2 * _REMEMBERED
+        assert len(registry.aborts) <= 2 * _REMEMBERED
     registry.open("first", 0, Consumer())
 
 

@@ -85,6 +85,16 @@ def test_the_counter_stays_below_the_prefix(connection: Connection) -> None:
     assert {call_id >> 32 for call_id in ids} == {PREFIX}
 
 
+def test_an_id_is_not_used_again_while_its_call_waits(connection: Connection) -> None:
+    """Found by the state machine, which lets the counter come around."""
+    registry = connection.utilities
+    first = registry.open("x", 0, nothing)
+    registry._counter = (first.call_id - 1) & 0xFFFF_FFFF
+    second = registry.open("x", 0, nothing)
+    assert second.call_id != first.call_id
+    assert registry.pending == {first.call_id: first, second.call_id: second}
+
+
 def test_replies_find_their_calls_in_any_order(connection: Connection) -> None:
     done: list[str] = []
     first, _ = connection.utility("first", [], 0, lambda: done.append("first"))

@@ -73,7 +73,7 @@ TRAFFIC = {
     "weights without a name": "OUT-12",
     "transfer data": "OUT-13",
     "aborts are answered": "ABT-01 ABT-02 ABT-03 ABT-06 | ABT-08 ABT-10",
-    "aborts end the batch": "ABT-01 ABT-02 ABT-03 ABT-09 | ABT-06 ABT-07",
+    "aborts end the batch": "ABT-01 ABT-02 ABT-03 ABT-09 | ABT-06 ABT-07 ABT-08 ABT-10",
     "aborts of unknown ids are for all": "ABT-03",
     "never reset": "ABT-10",
     "no tasks": "UTL-01",

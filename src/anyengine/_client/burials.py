@@ -16,7 +16,7 @@ import anyio.lowlevel
 
 from anyengine._process.supervisor import SupervisedEngine
 from anyengine._protocol.suspicion import SENTINEL
-from anyengine.exceptions import EngineDeadError
+from anyengine.exceptions import EngineDeadError, EngineUnresponsiveError
 
 if TYPE_CHECKING:
     from .session import Session
@@ -40,7 +40,7 @@ class RankDeath:
 class Burials:
     """See the module. Lifetime: one session, in whose tasks the burials run, one after the other.
 
-    Invariants: a rank is buried once; its death is told behind everything that it sent.
+    Invariants: a rank is buried once for each time it is started; its death is told behind everything that it sent.
     """
 
     def __init__(self, session: Session, ranks: Iterable[int]) -> None:
@@ -72,7 +72,14 @@ class Burials:
         if rank in self.deaths:
             return self.deaths[rank].for_waiter()
         noted, kind = self._dying.get(rank, (None, EngineDeadError))
-        return self._session.engines[rank].death(noted or symptom, kind)
+        return self.describe(rank, noted or symptom, kind)
+
+    def describe(self, rank: int, symptom: str | None, kind: type[EngineDeadError]) -> EngineDeadError:
+        """The death of ``rank``, of this kind, with everything that is known of it."""
+        error = self._session.engines[rank].death(symptom, kind)
+        if isinstance(error, EngineUnresponsiveError):
+            error.silent_s = self._session.liveness.silence_s(rank)
+        return error
 
     def all_end(self, cause: EngineDeadError) -> None:
         """The session has ended, and all ranks with it, of what they died of or of ``cause``. Synchronous."""
@@ -92,11 +99,7 @@ class Burials:
         async with self._one_by_one:
             if session.cause is not None:
                 return
-            await session.stop_drain()
-            with anyio.move_on_after(_LAST_WORDS_S):  # a broken one lives on, and may send without end
-                while not session.is_left and (messages := session.endpoints.outputs.drain_nowait()):
-                    session.receive(messages)
-                    await anyio.lowlevel.checkpoint()
+            await self._read_rest()
             if session.is_left:
                 return
             suspicion = session.liveness.suspicion
@@ -106,26 +109,61 @@ class Burials:
                 ended = suspicion.surplus_outputs() <= 0
             if ended:
                 suspicion.ended(rank)
-            if self._lose(rank, engine.death(symptom, kind)):
+            if self._lose(rank, self.describe(rank, symptom, kind)):
                 session.resume_drain()
             else:
                 session.endpoints.outputs.close()  # nobody listens any more: what still comes must not fill our memory
         if symptom is not None and symptom != SENTINEL and isinstance(engine, SupervisedEngine):
             engine.child.terminate()  # of no use any more, and it would never end by itself
 
+    async def read_to_the_end(self) -> None:
+        """Take everything that has come over the output socket.
+
+        Cancellation: loses nothing; whoever ends the session reads on.
+        """
+        async with self._one_by_one:
+            await self._read_rest()
+            if self._session.cause is None:
+                self._session.resume_drain()
+
+    async def _read_rest(self) -> None:
+        session = self._session
+        await session.stop_drain()
+        with anyio.move_on_after(_LAST_WORDS_S):  # a broken one lives on, and may send without end
+            while not session.is_left and (messages := session.endpoints.outputs.drain_nowait()):
+                session.receive(messages)
+                await anyio.lowlevel.checkpoint()
+
     def _lose(self, rank: int, death: EngineDeadError) -> bool:
-        """Tell of a rank's death; whether the session goes on without it."""
+        """Tell of a rank's death; whether the session goes on, with the others or until it is started again."""
         session = self._session
         rota = session.connection.rota
         rota.bury(rank)
         self.deaths[rank] = death
-        if not rota.alive:
-            session.end(death)
+        if not session.restarts.grant(rank, death):
+            self.give_up(rank, death := session.restarts.final(rank, death))
         if session.cause is not None:
             return False
-        _logger.error("engine %d is lost, %d of %d go on: %s", rank, len(rota.serving), len(session.ranks), death)
-        self.ended[rank].set()
         if not session.in_order:
             session.connection.utilities.fail_all(death, rank)
         session.feed.send_nowait(RankDeath(rank, death))
         return True
+
+    def give_up(self, rank: int, death: EngineDeadError) -> None:
+        """The rank is lost for good; with the last one, the session ends."""
+        session = self._session
+        serving = session.connection.rota.serving
+        self.deaths[rank] = death
+        session.life.lost(rank, death)
+        if not session.connection.rota.alive and not session.restarts.pending:
+            session.end(death)
+        else:
+            _logger.error("engine %d is lost, %d of %d go on: %s", rank, len(serving), len(session.ranks), death)
+            self.ended[rank].set()
+            session.send_budget.wake()
+            session.restarts.look()
+
+    def exhume(self, rank: int) -> None:
+        """The rank has been started again, and is as good as new."""
+        self.deaths.pop(rank, None)
+        self._dying.pop(rank, None)

@@ -19,7 +19,7 @@ from anyengine.exceptions import EngineDeadError, EngineUnresponsiveError, Utili
 from .liveness import PROBE
 from .session import Session
 
-__all__ = ["EngineCalls"]
+__all__ = ["EngineCalls", "call_ranks"]
 
 
 class EngineCalls:
@@ -50,9 +50,9 @@ class EngineCalls:
 
         Cancellation: the call is forgotten and its late reply dropped; the engine may still carry it out.
         """
-        session = self.usable_session()
+        session = self.usable_session() if rank is not None else await self._session_with_ranks()
         chosen = session.connection.rota.alive[0] if rank is None else session.check_rank(rank)
-        return (await _call_ranks(session, method, args, [chosen], unchecked=unchecked))[chosen]
+        return (await call_ranks(session, method, args, [chosen], unchecked=unchecked))[chosen]
 
     async def utility_on(
         self, ranks: Iterable[int] | None, method: str, *args: Any, unchecked: bool = False
@@ -60,17 +60,18 @@ class EngineCalls:
         """:meth:`utility` on several ranks, by default on all that live; their results by rank.
 
         Sent to all before any reply is awaited: some calls end on one rank only when the others have them too. Waits
-        for every reply; if one is a failure, or a rank dies meanwhile, the error of the first such rank is raised then.
+        for every reply; if one is a failure, or a rank dies meanwhile, the error of the first such rank is raised then;
+        its ``outcomes`` has the result of each rank, or its error.
 
         Raises:
             UtilityError, EncodeError, RequestRejected, EngineDeadError: see :meth:`utility`.
 
         Cancellation: the calls are forgotten; the engines may still carry them out.
         """
-        session = self.usable_session()
+        session = self.usable_session() if ranks is not None else await self._session_with_ranks()
         alive = session.connection.rota.alive
         chosen = alive if ranks is None else tuple(map(session.check_rank, dict.fromkeys(ranks)))
-        return await _call_ranks(session, method, args, chosen, unchecked=unchecked)
+        return await call_ranks(session, method, args, chosen, unchecked=unchecked)
 
     async def utility_on_all(self, method: str, *args: Any) -> dict[int, Any]:
         """:meth:`utility` on all ranks that live, for what must hold of every one: asked again without those that die
@@ -101,15 +102,31 @@ class EngineCalls:
         Cancellation: safe.
         """
         session = self.usable_session()
+        if not session.connection.rota.alive:
+            raise session.down()
         ranks = session.connection.rota.alive if rank is None else [session.check_rank(rank)]
         started_s = anyio.current_time()
         unanswered: set[int] = set()
         with anyio.move_on_after(timeout_s) as limit, suppress(UtilityError):
-            await _call_ranks(session, PROBE, (), ranks, unanswered=unanswered)
+            await call_ranks(session, PROBE, (), ranks, unanswered=unanswered)
         if limit.cancelled_caught:
             symptom = f"its main loop has not answered within {timeout_s:g} s"
-            raise session.engines[min(unanswered)].death(symptom, EngineUnresponsiveError)
+            raise session.burials.describe(min(unanswered), symptom, EngineUnresponsiveError)
         return anyio.current_time() - started_s
+
+    async def _session_with_ranks(self) -> Session:
+        """:attr:`session`, with a rank that lives: one that is started again is waited for, if the policy says so.
+
+        Raises:
+            EngineDeadError: the engine died, or the client is closed.
+        """
+        session = self.usable_session()
+        if not session.connection.rota.alive:
+            await session.send_budget.wait_room()
+            session = self.usable_session()
+        if not session.connection.rota.alive:
+            raise session.down()
+        return session
 
     def utility_arity(self, method: str) -> int | None:
         """How many arguments ``method`` takes at most in the release of every engine that lives; ``None`` if one does
@@ -120,7 +137,7 @@ class EngineCalls:
         return min(known) if len(known) == len(arities) else None
 
 
-async def _call_ranks(
+async def call_ranks(
     session: Session,
     method: str,
     args: Sequence[Any],
@@ -129,7 +146,10 @@ async def _call_ranks(
     unchecked: bool = False,
     unanswered: set[int] | None = None,
 ) -> dict[int, Any]:
-    """``unanswered`` is kept up to date for whoever gives up waiting: the ranks that have not answered yet."""
+    """Call ``method`` on ``ranks`` that exist; see :meth:`EngineCalls.utility_on`.
+
+    ``unanswered`` is kept up to date for whoever gives up waiting: the ranks that have not answered yet.
+    """
     unanswered = set() if unanswered is None else unanswered
     unanswered.update(ranks)
     calls: dict[int, PendingCall] = {}
@@ -157,7 +177,9 @@ async def _call_ranks(
     finally:
         for call in calls.values():
             session.connection.utilities.forget(call.call_id)
+    outcomes = {rank: call.value if call.error is None else call.error for rank, call in calls.items()}
     for call in calls.values():
         if call.error is not None:
+            call.error.outcomes = outcomes
             raise call.error
-    return {rank: call.value for rank, call in calls.items()}
+    return outcomes

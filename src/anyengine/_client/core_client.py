@@ -6,34 +6,38 @@ Owns the public low-level client (vLLM: ``AsyncMPClient``) and the sending of co
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 from anyengine._process.status import Status
-from anyengine._protocol import OutputConsumer
+from anyengine._protocol import ClientState, Life, OutputConsumer, checked_ids
 from anyengine._transport.abc import PeerUnreachable
 from anyengine._wire import (
     EngineCoreOutputs,
     EngineCoreRequest,
     engine_identity,
 )
-from anyengine.config import EngineSettings
+from anyengine.config import EngineSettings, engine_ranks
 from anyengine.exceptions import (
     ClientClosedError,
     EngineDeadError,
+    EngineError,
     OverloadedError,
+    WrongLoopError,
 )
+from anyengine.policies import RestartPolicy
 
+from .closing import ShutdownReport
 from .engine_info import EngineInfo
+from .events import ClientEvents, EventLog
 from .lifecycle import open_session
+from .notifications import Notification
 from .output_batches import BatchConsumer, OutputBatches
 from .session import Session
-from .settings import ClientState, Notification, SessionSettings
-
-if TYPE_CHECKING:
-    pass
+from .settings import SessionSettings
 
 __all__ = ["EngineCoreClient"]
 
@@ -53,6 +57,8 @@ class EngineCoreClient(EngineInfo):
             variable ``VLLM_ENGINE_READY_TIMEOUT_S`` says.
         shutdown_grace_s: how long it may take to stop after SIGTERM, before SIGKILL. ``None``: 5 s, and 20 s for vLLM,
             which has workers to end, besides its own ``shutdown_timeout``. Engines that were joined live on.
+        drain_timeout_s: how long requests in flight may go on when the block ends normally, before they are aborted;
+            new ones are refused meanwhile. Leaving by an exception, or cancelled, does not wait.
         liveness_timeout_s: how long an engine's main loop may leave a call unanswered, in a step of its work for one,
             before it is given up as stuck. ``None``: for ever.
         max_unread_bytes: how much may be on its way to one engine: sent, and not known to have been read. Beyond it,
@@ -61,6 +67,8 @@ class EngineCoreClient(EngineInfo):
             returns); ``"cancel"`` cancels the block after all waiters have been told, and raises the cause from it.
         on_progress: called with each start-up status of the engine.
         on_notification: called, in a task of the session, with each EEP notification and fault status.
+        restart: start an engine again that dies once it was ready. ``None``: its death is final. Requests of a
+            low-level client always fail with their engine (``in_flight`` is for :class:`EngineClient`).
     """
 
     def __init__(
@@ -69,24 +77,33 @@ class EngineCoreClient(EngineInfo):
         *,
         startup_timeout_s: float | None = None,
         shutdown_grace_s: float | None = None,
+        drain_timeout_s: float = 0.0,
         liveness_timeout_s: float | None = 300.0,
         max_unread_bytes: int = 256 << 20,
         on_death: Literal["report", "cancel"] = "report",
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
+        restart: RestartPolicy | None = None,
     ) -> None:
         self._settings = SessionSettings.of(
             engine,
             startup_timeout_s=startup_timeout_s,
             shutdown_grace_s=shutdown_grace_s,
+            drain_timeout_s=drain_timeout_s,
             liveness_timeout_s=liveness_timeout_s,
             max_unread_bytes=max_unread_bytes,
             on_death=on_death,
             on_progress=on_progress,
             on_notification=on_notification,
+            restart=restart,
         )
+        self._log = EventLog()
+        self.life: Life = Life(self._log.publish)
+        """Where the client and its ranks are in their lives; told by the session."""
+        self._thread_id: int | None = None  # of the block, or the last one
         self._batch = BatchConsumer()
         self._session: Session | None = None
+        self._shutdown_report: ShutdownReport | None = None
         self._context: AbstractAsyncContextManager[Session] | None = None
 
     async def __aenter__(self) -> Self:
@@ -99,10 +116,14 @@ class EngineCoreClient(EngineInfo):
         """
         if self._context is not None:
             raise RuntimeError("this client is in use already; make another one for another block")
-        self._context = context = open_session(self._settings)
+        self._shutdown_report = None
+        self._context = context = open_session(self._settings, self.life, self._note_report)
+        self._thread_id = threading.get_ident()
+        self.life.begin(engine_ranks(self._settings.engines))
         try:
             self._session = await context.__aenter__()
-        except BaseException:
+        except BaseException as exc:
+            self.life.closed(exc if isinstance(exc, EngineError) else None)
             self._context = None
             raise
         return self
@@ -113,6 +134,28 @@ class EngineCoreClient(EngineInfo):
         context, self._context = self._context, None
         assert context is not None
         return await context.__aexit__(exc_type, exc, traceback)  # noqa: ASYNC102 - the session shields what must not be cut
+
+    def _note_report(self, report: ShutdownReport) -> None:
+        self._shutdown_report = report
+
+    @property
+    def shutdown_report(self) -> ShutdownReport | None:
+        """How the last block ended, or its start failed; ``None`` inside a block, and before the first."""
+        return self._shutdown_report
+
+    async def aclose(self, *, drain_timeout_s: float | None = None) -> None:
+        """Close before the block is left, from any of its tasks: no new requests are taken, those in flight finish
+        within ``drain_timeout_s`` (by default: the client's own) or are aborted, the engines are stopped. The block
+        goes on, and calls raise :class:`ClientClosedError`; leaving it frees the rest. Idempotent.
+
+        Raises:
+            ClientClosedError: the client has not been entered.
+            WrongLoopError: called from another thread than the one that entered it.
+
+        Cancellation: what is in flight is aborted at once, and the engines are stopped before it propagates.
+        """
+        session = self.session
+        await session.closing.close(drain_timeout_s, session.close)
 
     # ------------------------------------------------------------------ requests
 
@@ -132,6 +175,7 @@ class EngineCoreClient(EngineInfo):
             LocalProtocolError: the request id is alive already, or was aborted (use each id once).
         """
         session = self.usable_session()
+        session.check_admitting()
         connection = session.connection
         wanted, named = (request.data_parallel_rank, "data_parallel_rank") if rank is None else (rank, "rank")
         while True:
@@ -151,7 +195,8 @@ class EngineCoreClient(EngineInfo):
                 if not sent:
                     connection.requests.close(request.request_id)
             if sent:
-                session.send_budget.charge(chosen, sum(memoryview(frame).nbytes for frame in frames))
+                size_bytes = sum(memoryview(frame).nbytes for frame in frames)
+                connection.requests.live[request.request_id].sent_bytes = session.send_budget.charge(chosen, size_bytes)
                 return chosen
 
     async def wait_room(self) -> None:
@@ -161,23 +206,30 @@ class EngineCoreClient(EngineInfo):
         """
         await self.usable_session().send_budget.wait_room()
 
-    def abort(self, request_ids: str | Iterable[str]) -> None:
-        """Abort requests by wire id. Synchronous: it may stand in a ``finally``. Ids that are not alive are ignored.
+    def abort(self, request_ids: str | Iterable[str]) -> tuple[str, ...]:
+        """Abort requests by wire id; the ids that were alive. Synchronous: it may stand in a ``finally``.
 
-        No output follows. Never raises for a dead engine: there is nothing left to abort then.
+        No output follows: what the engine still sends is dropped, and counted in ``late_outputs``. An engine that goes
+        on although it must have taken the abort is told once more. Never raises for a dead engine: there is nothing
+        left to abort then.
 
         Raises:
             RequestRejected: an id is not a str; nothing has changed.
             WrongLoopError: called from another thread than the one that entered the client; nothing has changed.
         """
         session = self._session
-        if session is None or session.state is ClientState.CLOSED or not hasattr(session, "connection"):
-            return
+        if session is None or session.is_released or not hasattr(session, "connection"):
+            return ()
         session.check_thread()
-        for rank, frames in session.connection.abort(request_ids):
+        connection = session.connection
+        ids = checked_ids(request_ids)
+        doomed = tuple(request_id for request_id in dict.fromkeys(ids) if request_id in connection.requests.live)
+        for rank, frames in connection.abort(doomed):
             # Unreachable: its connection is gone, and everything it ran with it; the supervisor says why.
             with suppress(PeerUnreachable):
                 session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
+        session.on_room()
+        return doomed
 
     def outputs(self) -> OutputBatches:
         """Iterate over the output batches, in the order in which the engine sent them: :meth:`receive_outputs`,
@@ -190,8 +242,7 @@ class EngineCoreClient(EngineInfo):
         Raises:
             EngineDeadError: after everything that was received before the end; again on every further call.
 
-        Cancellation: loses nothing by a cancel scope; a native ``Task.cancel()`` may lose the one batch that was just
-        being handed to the task.
+        Cancellation: loses nothing.
         """
         session = self.session
         if session.cause is None:
@@ -203,7 +254,17 @@ class EngineCoreClient(EngineInfo):
     @property
     def state(self) -> ClientState:
         """Where the client is in its life."""
-        return ClientState.CREATED if self._session is None else self._session.state
+        return self.life.state
+
+    def events(self) -> ClientEvents:
+        """Follow the client's life: first how things stand, then every change of its state or of a rank's, until the
+        block has been left. Before the block is entered, it waits for that. Any number may follow, each in a task of
+        its own; one that is too slow gets a :class:`CurrentState` in place of what it has missed."""
+        return ClientEvents(self._log, self.life.current, self._check_follower)
+
+    def _check_follower(self) -> None:
+        if self._context is not None and self._thread_id != threading.get_ident():
+            raise WrongLoopError("follow a client in the event loop that entered it")
 
     async def wait_dead(self, rank: int | None = None) -> EngineDeadError:
         """Wait until the session ends, or until ``rank`` is lost, and return why.
@@ -227,6 +288,8 @@ class EngineCoreClient(EngineInfo):
     def _choose_rank(session: Session) -> int:
         """The rank whose turn it is, of those that have room, if any has."""
         rota, budget = session.connection.rota, session.send_budget
+        if not rota.alive:
+            raise session.down()
         for _ in rota.serving:
             if budget.has_room(rank := rota.next()):
                 return rank
@@ -258,5 +321,6 @@ class EngineCoreClient(EngineInfo):
 def _overloaded(rank: int, limit_bytes: int) -> OverloadedError:
     return OverloadedError(
         f"engine {rank} has not read what was sent to it: max_unread_bytes={limit_bytes} are on their way; "
-        "wait_room() tells when it has"
+        "wait_room() tells when it has",
+        reason="bytes",
     )

@@ -94,5 +94,6 @@ class EngineInfo(EngineCalls):
             "late_outputs": connection.requests.late_outputs,
             "late_utility_replies": connection.utilities.late_replies,
             "malformed_messages": connection.malformed_messages,
-            "notification_failures": session.notification_failures,
+            "restarts": session.restarts.count,
+            "notification_failures": session.notifications.failures,
         }

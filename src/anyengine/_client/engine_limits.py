@@ -7,7 +7,8 @@ mean is admission's, and the request builder's.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
@@ -17,9 +18,10 @@ from anyengine._protocol import EngineLimits
 from anyengine._text import ModelFacts
 from anyengine._transport.abc import PeerUnreachable
 from anyengine._wire import EngineCoreReadyResponse, engine_identity, newer_than_known
-from anyengine.config import CommandEngine, EmbeddedEngine, EngineSettings, VLLMEngine
+from anyengine.config import CommandEngine, EmbeddedEngine, EngineSettings, InMemoryEngine, VLLMEngine
 
-from .session import Session
+if TYPE_CHECKING:
+    from .session import Session
 
 __all__ = ["common_limits", "learn_limits", "learn_tasks", "limits_of"]
 
@@ -27,24 +29,23 @@ _ANSWER_LIMIT_S = 30.0  # an engine that has just become ready has nothing else 
 _UNLIMITED_TOKENS = EngineLimits.unknown().max_model_len
 
 
-async def learn_limits(session: Session) -> None:
-    """Tell the session's connection what each rank can take.
+async def learn_limits(session: Session, ranks: Iterable[int]) -> None:
+    """Tell the session's connection what each of ``ranks`` can take.
 
     What cannot be learnt stays unknown, and is no error: a broken directory is reported by whoever needs more of it.
 
     Cancellation: safe; a disk that hangs keeps only its worker thread.
     """
     facts: dict[str, ModelFacts | None] = {}
-    for rank, ready in session.registrations.items():
+    for rank in ranks:
+        ready = session.registrations[rank]
         engine = session.settings.engine_of(rank)
         process = session.engines.get(rank)
         model_dir = getattr(engine, "model_dir", None) or (process.model_dir if process is not None else None)
         if model_dir is not None and model_dir not in facts:
             facts[model_dir] = await anyio.to_thread.run_sync(_facts_of, model_dir, abandon_on_cancel=True)
         session.connection.limits[rank] = limits_of(ready, engine, facts[model_dir] if model_dir is not None else None)
-        if (
-            _is_vllm(engine) and rank in session.connection.rota.serving
-        ):  # it is fragile, so it is asked at once; others may not answer
+        if _is_vllm(engine) and not session.is_lost(rank):  # fragile, so asked at once; others may not answer
             await _learn_tasks(session, rank, _ANSWER_LIMIT_S)
 
 
@@ -98,7 +99,7 @@ def limits_of(
 
 
 def _is_vllm(engine: EngineSettings) -> bool:
-    return not isinstance(engine, EmbeddedEngine | CommandEngine)
+    return not isinstance(engine, EmbeddedEngine | CommandEngine | InMemoryEngine)
 
 
 def _facts_of(model_dir: str) -> ModelFacts | None:

@@ -14,7 +14,7 @@ import anyio
 from anyengine._protocol.suspicion import Suspicion
 from anyengine._transport.abc import PeerUnreachable
 from anyengine._transport.monitor import PeerMonitor
-from anyengine._wire import engine_identity
+from anyengine._wire import SchedulerStats, engine_identity
 from anyengine.exceptions import EngineDeadError, EngineUnresponsiveError
 
 if TYPE_CHECKING:
@@ -36,10 +36,14 @@ class Liveness:
         self._session = session
         self.suspicion: Suspicion = Suspicion(ranks)
         self.last_heard_s: dict[int, float] = dict.fromkeys(ranks, anyio.current_time())
+        self.last_step_s: dict[int, float] = {}
+        """When each rank sent its last batch of outputs, if it ever did."""
+        self.last_statistics: dict[int, SchedulerStats] = {}
         self._connections_changed = anyio.Event()
         self._looking_twice = False
         self._unanswered: dict[int, int] = dict.fromkeys(ranks, 0)  # calls of ours, by rank
         self._answers: dict[int, int] = dict.fromkeys(ranks, 0)
+        self._watches: dict[int, int] = dict.fromkeys(ranks, 0)  # the number of the present watch, by rank
 
     async def watch_connections(self, link: Literal["input", "output"], monitor: PeerMonitor) -> None:
         """Follow the connections of one socket, from before the first engine is started."""
@@ -53,29 +57,49 @@ class Liveness:
             self._connections_changed.set()
             self._connections_changed = anyio.Event()
 
-    async def watch_main_loop(self, rank: int, limit_s: float) -> None:
+    def watch(self, rank: int) -> None:
+        """Ask the rank's main loop for signs of life from now on, if there is a limit."""
+        self._watches[rank] += 1
+        if (limit_s := self._session.settings.liveness_timeout_s) is not None:
+            watch = self._watches[rank]
+            self._session.tasks.start_soon(self._session.own, self._watch_main_loop, rank, limit_s, watch)
+
+    async def _watch_main_loop(self, rank: int, limit_s: float, watch: int) -> None:
         """Ask a rank again and again, whether it talks or not: what it says may be old, or somebody else's. It is lost
         when an answer is due for the limit; or for half of it, and nothing was heard for the whole."""
         tick_s, asked_s = limit_s / 8, anyio.current_time()
         while True:
             await anyio.sleep(max(0.0, asked_s + limit_s / 2 - anyio.current_time()))
-            if not self._serves(rank):
+            if not self._serves(rank) or watch != self._watches[rank]:
                 return
             asked_s, answers, doubted = anyio.current_time(), self._answers[rank], False
             self._ask(rank)
             while self._answers[rank] == answers:
                 await anyio.sleep(tick_s)
-                if not self._serves(rank):
+                if not self._serves(rank) or watch != self._watches[rank]:
                     return
                 now_s = anyio.current_time()
                 waited_s, silence_s = now_s - asked_s, now_s - self.last_heard_s[rank]
                 doubtful = waited_s > 7 * tick_s or (waited_s > 3 * tick_s and silence_s > 7 * tick_s)
                 # Twice: should our own loop have been held up, what has arrived meanwhile is read before the second.
                 if doubtful and doubted and self._answers[rank] == answers:
-                    symptom = f"its main loop has not answered for {limit_s:g} s"
+                    symptom = (
+                        f"its main loop has not answered for {limit_s:g} s; its last sign of life was "
+                        f"{silence_s:.1f} s ago"
+                    )
                     self._session.burials.bury(rank, symptom, EngineUnresponsiveError)
                     return
                 doubted = doubtful
+
+    def stepped(self, rank: int, statistics: SchedulerStats | None, now_s: float) -> None:
+        """A batch of outputs has come from ``rank``, which is one of ours: its scheduler works."""
+        self.last_step_s[rank] = now_s
+        if statistics is not None:
+            self.last_statistics[rank] = statistics
+
+    def silence_s(self, rank: int) -> float:
+        """How long ago the last sign of life was."""
+        return anyio.current_time() - self.last_heard_s[rank]
 
     def _serves(self, rank: int) -> bool:
         return self._session.cause is None and rank in self._session.connection.rota.serving
@@ -87,6 +111,23 @@ class Liveness:
         """
         while self.suspicion.surplus_outputs() > 0:
             await self._connections_changed.wait()
+
+    async def links_settled(self) -> None:
+        """The same of both sockets: those who have ended are gone from here.
+
+        Cancellation: safe.
+        """
+        while self.suspicion.surplus() > 0:
+            await self._connections_changed.wait()
+
+    def returned(self, rank: int) -> None:
+        """The rank has been started again, and serves."""
+        self.last_heard_s[rank] = anyio.current_time()
+        self.last_step_s.pop(rank, None)
+        self.last_statistics.pop(rank, None)
+        self.suspicion.returned(rank)
+        self.watch(rank)
+        self.investigate()
 
     def sentinel(self) -> None:
         """A dead sentinel has arrived; it does not say whose. Whoever repeats it causes no call for each: who is being

@@ -8,18 +8,17 @@ raise out of the group: they end the session with a cause.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TypeAlias, TypeVarTuple
 
 import anyio
 import anyio.lowlevel
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from anyengine._process.attached import AttachedRank
 from anyengine._process.supervisor import SupervisedEngine
-from anyengine._protocol import Connection, DeadSentinel, Frames, MalformedMessage, UtilityReply
+from anyengine._protocol import Connection, DeadSentinel, Frames, Life, MalformedMessage, UtilityReply
 from anyengine._transport.abc import ClientEndpoints, Message, PeerUnreachable
 from anyengine._wire import EngineCoreOutputs, EngineCoreReadyResponse, OutputBatch, engine_identity
 from anyengine.config import engine_ranks
@@ -32,21 +31,24 @@ from anyengine.exceptions import (
 )
 
 from .burials import Burials, RankDeath
+from .closing import Closing
+from .fences import FencePassed, Fences
 from .liveness import Liveness
+from .notifications import Notification, Notifications, is_worth_a_line
+from .restarts import Restarts
 from .send_budget import SendBudget
-from .settings import ClientState, Notification, SessionSettings
+from .session_feed import SessionFeed
+from .settings import SessionSettings
 
 __all__ = ["Session", "SessionItem"]
 
 _logger = logging.getLogger("anyengine.client")
 
-_MAX_HANDLERS = 256  # at a time: a reconfiguration notifies once for each rank and stage
-
 ArgsT = TypeVarTuple("ArgsT")
 
 
-SessionItem: TypeAlias = EngineCoreOutputs | UtilityReply | RankDeath | EngineDeadError
-"""What travels through the session's stream, in the order received; the error that ends the session is the last
+SessionItem: TypeAlias = EngineCoreOutputs | UtilityReply | FencePassed | RankDeath | EngineDeadError
+"""What travels through the session's feed, in the order received; the error that ends the session is the last
 item."""
 
 
@@ -54,19 +56,21 @@ class Session:
     """See the module. Owning task: the one that entered the client. Lifetime: one ``async with``.
 
     Invariants: ``cause`` is set once, with the first fatal error; once it is set nothing is registered any more, and
-    what was registered before is told through ``stream``, behind everything received earlier.
+    what was registered before is told through ``feed``, behind everything received earlier.
     """
 
     connection: Connection
-    feed: MemoryObjectSendStream[SessionItem]
-    stream: MemoryObjectReceiveStream[SessionItem]
 
-    def __init__(self, settings: SessionSettings, endpoints: ClientEndpoints, tasks: anyio.abc.TaskGroup) -> None:
+    def __init__(
+        self, settings: SessionSettings, endpoints: ClientEndpoints, tasks: anyio.abc.TaskGroup, life: Life
+    ) -> None:
         self.settings = settings
         self.endpoints = endpoints
         self.tasks = tasks
-        self.state: ClientState = ClientState.STARTING
+        self.life = life
         self.cause: EngineDeadError | None = None
+        self.is_released: bool = False
+        """Everything is torn down; nothing can be sent any more."""
         self.ended: anyio.Event = anyio.Event()
         self.body_scope: anyio.CancelScope = anyio.CancelScope()
         self.ranks: tuple[int, ...] = engine_ranks(settings.engines)
@@ -74,15 +78,22 @@ class Session:
         self.registrations: dict[int, EngineCoreReadyResponse | None] = {}
         self.merged_registration: EngineCoreReadyResponse | None = None
         self.burials: Burials = Burials(self, self.ranks)
-        self.feed, self.stream = anyio.create_memory_object_stream[SessionItem](math.inf)
+        self.restarts: Restarts = Restarts(self)
+        self.feed: SessionFeed[SessionItem] = SessionFeed()
         self.liveness: Liveness = Liveness(self, self.ranks)
+        self.sent_again: int = 0
+        """How many requests wait to be sent once more: they are in no registry, and in flight all the same."""
         self.send_budget: SendBudget = SendBudget(self, self.ranks, settings.max_unread_bytes)
-        self.notification_failures: int = 0
-        self._handlers_running = 0
+        self.fences: Fences = Fences(self)
+        self.on_room: Callable[[], None] = _nothing
+        """Called when there may be room for a request where there was none."""
+        self.notifications: Notifications = Notifications(settings.on_notification, tasks)
+        self.closing: Closing = Closing(self)
         self._messages_dropped = 0
         self.in_order: bool = False
-        """Set by a client whose consumer of ``stream`` also resolves the replies and passes the cause on, so that a
+        """Set by a client whose consumer of ``feed`` also resolves the replies and passes the cause on, so that a
         reply is a fence: everything sent before it has reached its consumers. Otherwise both happen as they arrive."""
+        self._idle = anyio.Event()
         self._thread_id = threading.get_ident()
         self._unwatched: dict[int, anyio.Event] = {}
         self._drain_scope = anyio.CancelScope()
@@ -92,8 +103,13 @@ class Session:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the engines are ready and the session has not ended."""
-        return self.state is ClientState.READY
+        """Whether the engines were ready and the session has not ended."""
+        return self.cause is None and (self.life.is_running or self.closing.is_draining)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a :attr:`connection`: the engines have shaken hands."""
+        return hasattr(self, "connection")
 
     @property
     def is_left(self) -> bool:
@@ -115,6 +131,17 @@ class Session:
             remedy = f"use one of {', '.join(map(str, self.ranks))}"
             raise RequestRejected(f"there is no rank {rank!r}", parameter=parameter, value=rank, remedy=remedy)
         return rank
+
+    def is_lost(self, rank: int) -> bool:
+        """Whether nothing can be said to the rank any more."""
+        return rank in self.burials.deaths and rank not in self.restarts.pending
+
+    def down(self) -> EngineDeadError:
+        """What a call deserves that needs a rank, when none lives: one of them is being started again."""
+        rank = min(self.restarts.pending)
+        error = self.burials.death(rank)
+        error.args = (f"engine {rank} is being started again; it died before: {error.args[0]}",)
+        return error
 
     def send(self, rank: int, frames: Frames) -> None:
         """Send one message to an engine. Synchronous.
@@ -143,6 +170,35 @@ class Session:
             raise self.cause.for_waiter()
         self.check_thread()
 
+    def check_admitting(self) -> None:
+        """Refuse a new request while those in flight are being finished.
+
+        Raises:
+            ClientClosedError: they are.
+        """
+        if self.closing.is_draining:
+            raise ClientClosedError("the client is being closed: it finishes what is in flight, and takes nothing new")
+
+    def abort_live(self) -> None:
+        """Abort every request in flight, and tell its consumer. Synchronous; an engine that is gone is
+        no error."""
+        if self.cause is None and self.is_connected:
+            for rank, frames in self.connection.abort([*self.connection.requests.live]):
+                with suppress(PeerUnreachable):
+                    self.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is in flight, or the session has ended; look again then.
+
+        Cancellation: safe.
+        """
+        await self._idle.wait()
+        self._idle = anyio.Event()
+
+    def note_idle(self) -> None:
+        """The last request in flight has left."""
+        self._idle.set()
+
     def check_thread(self) -> None:
         """Refuse another thread than the session's, before anything is touched.
 
@@ -161,20 +217,23 @@ class Session:
             return
         self.cause = cause
         if not isinstance(cause, ClientClosedError):
-            self.state = ClientState.DEAD
+            self.life.died(cause)
         self.feed.send_nowait(cause)
         self.feed.close()
         self.burials.all_end(cause)
         self.ended.set()
+        self._idle.set()
         self.send_budget.wake()
+        self.restarts.look()
         if not self.in_order:
-            if hasattr(self, "connection"):
+            if self.is_connected:
                 self.connection.utilities.fail_all(cause)
             self.told_everyone()
 
     def close(self) -> None:
         """End the session since its block is being left, or cancelled; with the death of an engine that is dying, if
         none is left that serves."""
+        self.closing.note_closed()
         dying = self.burials.untold
         alone = dying and not self.connection.rota.serving
         self.end(self.burials.death(dying[0]) if alone else ClientClosedError("the client was closed"))
@@ -241,12 +300,14 @@ class Session:
     def receive(self, messages: list[Message]) -> None:
         """Decode what came over the output socket and hand it over."""
         now_s = anyio.current_time()
-        last_heard_s = self.liveness.last_heard_s
+        last_heard_s, stepped = self.liveness.last_heard_s, self.liveness.stepped
         receive = self.connection.receive
         for frames in messages:
             event = receive(frames)
             if isinstance(event, OutputBatch):
                 rank = event.engine_index
+                if rank in last_heard_s:
+                    stepped(rank, event.scheduler_stats, now_s)
                 if self.cause is None:
                     self.feed.send_nowait(event)
             elif isinstance(event, UtilityReply):
@@ -270,18 +331,11 @@ class Session:
             self.liveness.sentinel()
         elif isinstance(event, MalformedMessage):
             self._messages_dropped += 1
-            if _is_worth_a_line(self._messages_dropped):
+            if is_worth_a_line(self._messages_dropped):
                 total = self._messages_dropped
                 _logger.warning("dropped message %d of an engine that cannot be decoded: %s", total, event.error)
-        elif self.settings.on_notification is None:
-            pass
-        elif self._handlers_running < _MAX_HANDLERS:
-            self._handlers_running += 1
-            self.tasks.start_soon(self._handle, self.settings.on_notification, event)
-        else:  # an engine that notifies without end, or handlers that do not end: neither may fill our memory
-            self.notification_failures += 1
-            if _is_worth_a_line(self.notification_failures):
-                _logger.error("dropped %r: %d handlers are still running", event, _MAX_HANDLERS)
+        else:
+            self.notifications.take(event)
 
     def take_over(self, engine: SupervisedEngine) -> None:
         """Watch a started engine process from now on; whoever stops the session ends it."""
@@ -302,25 +356,6 @@ class Session:
         if self.is_ready:
             self.burials.bury(engine.rank)
 
-    async def _handle(self, handler: Callable[[Notification], Awaitable[None]], notification: Notification) -> None:
-        """An EEP notification's (or fault status') handler: a child task of the session."""
-        try:
-            await handler(notification)
-        except GeneratorExit:
-            raise
-        except (Exception, anyio.get_cancelled_exc_class()) as exc:  # noqa: ASYNC103 - see below
-            if not isinstance(exc, Exception) and anyio.current_effective_deadline() == -math.inf:
-                raise
-            # Rule 5: a user's handler fails alone; it is reported, and the session goes on. The same if a future that
-            # it awaits, or its task, was cancelled natively: the group would take that for its own cancellation.
-            self.notification_failures += 1
-            if _is_worth_a_line(self.notification_failures):
-                _logger.exception("the handler of %r failed", notification)
-        finally:
-            self._handlers_running -= 1
 
-
-def _is_worth_a_line(count: int) -> bool:
-    """Whether the event of this number should be logged: the 1st, 2nd, 4th, 8th and so on, so that what a broken engine
-    repeats does not fill the disk."""
-    return count & (count - 1) == 0
+def _nothing() -> None:
+    """Nobody waits for room."""

@@ -1,36 +1,23 @@
-"""What a session is told by its client, and where it can be in its life.
+"""What a session is told by its client.
 
 Owns the checks of what a client is told, and what stands for what it is not told (:mod:`.defaults`).
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self, TypeAlias
+from typing import Literal, Self
 
 from anyengine._environment import ENGINE_READY_TIMEOUT_S
 from anyengine._process.status import Status
-from anyengine._protocol import EEPNotification, FaultStatus
 from anyengine.config import AttachedEngine, EmbeddedEngine, EngineSettings, InMemoryEngine, VLLMEngine
+from anyengine.policies import RestartPolicy
 
 from .defaults import default_grace_s, warn_of_pickles
+from .notifications import Notification
 
-__all__ = ["ClientState", "Notification", "SessionSettings"]
-
-Notification: TypeAlias = EEPNotification | FaultStatus
-
-
-class ClientState(enum.Enum):
-    """Where a client is in its life."""
-
-    CREATED = "created"
-    STARTING = "starting"
-    READY = "ready"
-    CLOSING = "closing"
-    CLOSED = "closed"
-    DEAD = "dead"
+__all__ = ["SessionSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +28,13 @@ class SessionSettings:
     """One for each rank that is started; or one that is joined, with all its ranks."""
     startup_timeout_s: float
     shutdown_grace_s: float
+    drain_timeout_s: float
     liveness_timeout_s: float | None
     max_unread_bytes: int
     on_death: Literal["report", "cancel"]
     on_progress: Callable[[Status], None] | None
     on_notification: Callable[[Notification], Awaitable[None]] | None
+    restart: RestartPolicy | None
 
     @classmethod
     def of(
@@ -54,11 +43,13 @@ class SessionSettings:
         *,
         startup_timeout_s: float | None,
         shutdown_grace_s: float | None,
+        drain_timeout_s: float,
         liveness_timeout_s: float | None,
         max_unread_bytes: int,
         on_death: Literal["report", "cancel"],
         on_progress: Callable[[Status], None] | None,
         on_notification: Callable[[Notification], Awaitable[None]] | None,
+        restart: RestartPolicy | None,
     ) -> Self:
         """What :class:`EngineCoreClient` was given, checked and filled in.
 
@@ -72,25 +63,42 @@ class SessionSettings:
         for name, given in (("startup_timeout_s", startup_timeout_s), ("shutdown_grace_s", shutdown_grace_s)):
             if given is not None and not given >= 0:
                 raise ValueError(f"{name}={given!r} must be at least 0, or None for the default")
+        if not drain_timeout_s >= 0:
+            raise ValueError(f"drain_timeout_s={drain_timeout_s!r} must be at least 0")
         if max_unread_bytes < 1:
             raise ValueError(f"max_unread_bytes={max_unread_bytes!r} must be at least 1")
         engines = _engines(engine)
+        if restart is not None and not isinstance(restart, RestartPolicy):
+            raise ValueError(f"restart={restart!r} must be a RestartPolicy, or None for no restarts")
+        if restart is not None and isinstance(engines[0], AttachedEngine):
+            raise ValueError(f"restart: {engines[0]!r} is started by someone else, who has to start it again as well")
         warn_of_pickles(engines)
         return cls(
             engines=engines,
             startup_timeout_s=ENGINE_READY_TIMEOUT_S.value() if startup_timeout_s is None else startup_timeout_s,
             shutdown_grace_s=default_grace_s(engines) if shutdown_grace_s is None else shutdown_grace_s,
+            drain_timeout_s=drain_timeout_s,
             liveness_timeout_s=liveness_timeout_s,
             max_unread_bytes=max_unread_bytes,
             on_death=on_death,
             on_progress=on_progress,
             on_notification=on_notification,
+            restart=restart,
         )
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the engines are in this process, and no socket is needed."""
+        return _in_memory(self.engines[0])
 
     def engine_of(self, rank: int) -> EngineSettings:
         """What was started as ``rank``; or what was joined, with all its ranks."""
         first = self.engines[0]
         return first if isinstance(first, AttachedEngine) else self.engines[rank]
+
+
+def _in_memory(engine: EngineSettings) -> bool:
+    return isinstance(engine, InMemoryEngine) or (isinstance(engine, EmbeddedEngine) and engine.in_process)
 
 
 def _engines(engine: EngineSettings | Sequence[EngineSettings] | None) -> tuple[EngineSettings, ...]:
@@ -105,8 +113,8 @@ def _engines(engine: EngineSettings | Sequence[EngineSettings] | None) -> tuple[
     joined = [one for one in engines if isinstance(one, AttachedEngine)]
     if joined and len(engines) > 1:
         raise ValueError(f"{joined[0]!r} stands for all ranks of a client: it cannot be one of {len(engines)} engines")
-    if len({isinstance(one, InMemoryEngine) for one in engines}) > 1:
-        raise ValueError("an InMemoryEngine can only be the rank of a client whose other engines are in memory too")
+    if len(set(map(_in_memory, engines))) > 1:
+        raise ValueError("an engine in memory can only be the rank of a client whose other engines are in memory too")
     sizes = [one.understood.data_parallel_size for one in engines if isinstance(one, VLLMEngine)]
     if max(sizes, default=1) > 1 and len(engines) > 1:
         raise ValueError(

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
@@ -32,13 +35,14 @@ from anyengine.config import (
     RemoteEngine,
     RunningEngine,
 )
-from anyengine.exceptions import EngineDeadError, EngineError, EngineStartupError, RemoteProtocolError
+from anyengine.exceptions import EngineError, EngineStartupError, RemoteProtocolError
 
 from .engine_limits import learn_limits
-from .session import Session
-from .settings import ClientState
 
-__all__ = ["listeners_for", "start_engines"]
+if TYPE_CHECKING:
+    from .session import Session
+
+__all__ = ["listeners_for", "refuse_waves", "settle_dialects", "start_engine", "start_engines"]
 
 _logger = logging.getLogger("anyengine.client")
 
@@ -85,8 +89,10 @@ async def start_engines(session: Session) -> None:
         session.merged_registration, warning = merge_registrations(session.registrations.values())
         if warning is not None:
             _logger.warning("%s", warning)
-        _refuse_waves(session)
-        session.connection = Connection(handshake.dialects, call_id_prefix=int.from_bytes(os.urandom(4)) >> 1)
+        refuse_waves(session)
+        prefix = int.from_bytes(os.urandom(4)) >> 1
+        session.connection = Connection(handshake.dialects, call_id_prefix=prefix, on_mode=session.life.confirmed)
+        session.connection.requests.on_idle = session.note_idle
         await session.tasks.start(session.own, session.drain_outputs)
         if isinstance(session.settings.engines[0], RunningEngine):
             unheard += session.ranks
@@ -96,23 +102,22 @@ async def start_engines(session: Session) -> None:
         _be_ready(session)
     if deadline.cancelled_caught:
         raise _too_late(session, handshake.pending or unheard or session.ranks)
-    await _settle_dialects(session)
-    await learn_limits(session)
+    await settle_dialects(session, session.ranks)
+    await learn_limits(session, session.ranks)
     if session.cause is not None:
         raise session.cause.for_waiter()
 
 
 def _be_ready(session: Session) -> None:
     if session.cause is None:
-        session.state = ClientState.READY
+        session.life.started()
     # It died between READY and here, when it was still taken for a start-up failure; or one of its threads did.
     for engine in session.children:
         if engine.child.exited.is_set():
             session.burials.bury(engine.rank)
     session.liveness.investigate()
-    if (limit_s := session.settings.liveness_timeout_s) is not None:
-        for rank in session.ranks:
-            session.tasks.start_soon(session.own, session.liveness.watch_main_loop, rank, limit_s)
+    for rank in session.ranks:
+        session.liveness.watch(rank)
 
 
 # ------------------------------------------------------------------------------ who is expected
@@ -128,9 +133,8 @@ def _take_over_engines(session: Session) -> FrontendHandshake:
             session.engines[rank] = AttachedRank(rank, where)
         _tell_listening(session, where)
     else:
-        for rank, engine in enumerate(session.settings.engines):
-            assert not isinstance(engine, AttachedEngine)
-            _start(session, rank, engine)
+        for rank in session.ranks:
+            start_engine(session, rank)
     handshake = FrontendHandshake(
         session.ranks,
         EngineAddresses(inputs=[endpoints.input_address], outputs=[endpoints.output_address]),
@@ -153,11 +157,15 @@ def _tell_listening(session: Session, where: str) -> None:
             _logger.exception("the on_progress callback failed; the client goes on listening at %s", where)
 
 
-def _start(session: Session, rank: int, engine: LaunchedEngine | InMemoryEngine) -> None:
+def start_engine(session: Session, rank: int) -> None:
+    """Start the engine of ``rank``, which is the session's from then on. Synchronous."""
+    engine = session.settings.engine_of(rank)
+    assert not isinstance(engine, AttachedEngine)
     child: Child
-    if isinstance(engine, InMemoryEngine):
+    if session.settings.in_memory:
         child = _task_child(session, rank, engine)
     else:
+        assert not isinstance(engine, InMemoryEngine)
         assert session.endpoints.handshake_address is not None
         child = launch_engine(engine, handshake_address=session.endpoints.handshake_address, rank=rank)
     try:
@@ -169,13 +177,19 @@ def _start(session: Session, rank: int, engine: LaunchedEngine | InMemoryEngine)
     session.take_over(supervised)
 
 
-def _task_child(session: Session, rank: int, engine: InMemoryEngine) -> TaskChild:
+def _task_child(session: Session, rank: int, engine: LaunchedEngine | InMemoryEngine) -> TaskChild:
     endpoints = session.endpoints
     assert isinstance(endpoints, MemoryEndpoints)
+    run: Callable[[MemoryLink, int, TaskHost], Awaitable[None]]
+    if isinstance(engine, InMemoryEngine):
+        run = engine.serve
+    else:
+        # Found by name, as `python -m anyengine.engine` finds its process: the client does not import engines.
+        run = partial(import_module("anyengine.engine.in_process").serve_in_thread, engine)
 
     async def serve(host: TaskHost) -> None:
         with MemoryLink(endpoints, engine_identity(rank)) as link:
-            await engine.serve(link, rank, host)
+            await run(link, rank, host)
 
     return TaskChild(serve)
 
@@ -186,9 +200,13 @@ def _register_again(handshake: FrontendHandshake, registrations: Mapping[int, Ma
         handshake.receive_registration(engine_identity(rank), frame)
 
 
-def _refuse_waves(session: Session) -> None:
+def refuse_waves(session: Session) -> None:
     """Ranks of a mixture-of-experts model step together; without somebody who starts their waves, requests would wait
-    for ever. Dense ranks say 1 here, however many there are."""
+    for ever. Dense ranks say 1 here, however many there are.
+
+    Raises:
+        EngineStartupError: an engine is such a rank.
+    """
     for rank, ready in session.registrations.items():
         if ready is not None and (ready.data_parallel_size or 1) > 1:
             raise EngineStartupError(
@@ -264,23 +282,36 @@ def _too_late(session: Session, late: Sequence[int]) -> EngineError:
 # -------------------------------------------------------------------------------- the dialects
 
 
-async def _settle_dialects(session: Session) -> None:
-    """Ask the ranks whose release their registration leaves open; warn of those that are newer than we know."""
+async def settle_dialects(session: Session, ranks: Iterable[int]) -> None:
+    """Ask those of ``ranks`` whose release their registration leaves open; warn of those that are newer than we know.
+
+    Raises:
+        StartupTimeout: one does not answer.
+        EngineDeadError: the session has ended.
+
+    Cancellation: the call is forgotten.
+    """
     connection = session.connection
-    for rank, ready in session.registrations.items():
+    for rank in ranks:
+        ready = session.registrations[rank]
         if (warning := newer_than_known(ready)) is not None:
             _logger.warning("engine %d: %s", rank, warning)
-        if (method := connection.dialects[rank].probe) is None or rank in session.burials.deaths:
+        if (method := connection.dialects[rank].probe) is None or session.is_lost(rank):
             continue
         answered = anyio.Event()
         call, frames = connection.utility(method, (), rank, answered.set)
-        with suppress(EngineDeadError):  # it is being buried, which fails the call
-            session.send(rank, frames)
-        with anyio.move_on_after(_PROBE_LIMIT_S) as limit:
-            await answered.wait()
+        try:
+            session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
+        except PeerUnreachable:
+            session.burials.bury(rank, "its input connection is gone")  # which fails the call
+        try:
+            with anyio.move_on_after(_PROBE_LIMIT_S) as limit:
+                await answered.wait()
+        finally:
+            connection.utilities.forget(call.call_id)
         if limit.cancelled_caught:
             raise session.engines[rank].startup_timeout(_PROBE_LIMIT_S)
         if session.cause is not None:
             raise session.cause.for_waiter()
-        if rank not in session.burials.deaths:
+        if not session.is_lost(rank):
             connection.dialects.probed(rank, found=call.error is None)

@@ -9,6 +9,7 @@ a parker is reusable and makes one future (asyncio) or nothing (trio) for each w
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,7 +19,7 @@ from anyengine.exceptions import WrongLoopError
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["Parker", "make_parker"]
+__all__ = ["EndBell", "Parker", "make_parker"]
 
 
 class Parker(Protocol):
@@ -58,6 +59,29 @@ class _AsyncioParker:
         future = self._future
         if future is not None and not future.done():
             future.set_result(None)
+
+
+class _Ending(Protocol):
+    @property
+    def ended(self) -> bool: ...
+
+
+class EndBell:
+    """In place of a parker where nobody sleeps for one request: rings when it ends, and at nothing else."""
+
+    __slots__ = ("_request", "_ring")
+
+    def __init__(self, request: _Ending, ring: Callable[[], None]) -> None:
+        self._request = request
+        self._ring = ring
+
+    async def park(self) -> None:
+        """Nobody sleeps here."""
+        raise AssertionError("a request that rings is not waited for")
+
+    def wake(self) -> None:
+        if self._request.ended:
+            self._ring()
 
 
 def _check_thread(thread_id: int) -> None:

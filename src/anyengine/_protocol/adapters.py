@@ -27,6 +27,10 @@ class LoadedAdapters:
         """What the engine of ``rank`` has loaded: id -> path."""
         return self._loaded.get(rank, {})
 
+    def forget(self, rank: int) -> None:
+        """The engine of ``rank`` is another one now."""
+        self._loaded.pop(rank, None)
+
     def watch(self, call: PendingCall, args: Sequence[Any]) -> None:
         """Learn from a utility call that is about to be sent, and from its reply."""
         if call.method == "remove_lora" and args:

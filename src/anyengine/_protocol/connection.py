@@ -28,11 +28,13 @@ from anyengine.exceptions import DecodeError, LocalProtocolError
 from .adapters import LoadedAdapters
 from .admission import EngineLimits, check_request, check_utility
 from .events import DeadSentinel, EEPNotification, Event, FaultStatus, MalformedMessage, UtilityReply
+from .life_events import RankState
+from .modes import MODE_METHODS, mode_after
 from .ranks import RankRota
 from .requests import OutputConsumer, RequestEntry, RequestRegistry
 from .utilities import PendingCall, UtilityRegistry
 
-__all__ = ["Connection", "Frames"]
+__all__ = ["Connection", "Frames", "checked_ids", "num_prompt_tokens"]
 
 Frames: TypeAlias = Sequence[Frame]
 
@@ -44,7 +46,8 @@ class Connection:
 
     ``dialects`` maps each rank to the dialect that its registration selected. ``client_index`` is our position among
     the clients of these engines: the index of the output socket that answers go to. ``limits`` maps a rank to what is
-    known of its engine, and may be filled in later; what hurts every engine is refused without it.
+    known of its engine, and may be filled in later; what hurts every engine is refused without it. ``on_mode`` is told
+    what each answer says of an engine: that it runs, is paused, or sleeps.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Connection:
         call_id_prefix: int,
         client_index: int = 0,
         limits: Mapping[int, EngineLimits] | None = None,
+        on_mode: Callable[[int, RankState], None] | None = None,
     ) -> None:
         self.dialects: RankDialects = RankDialects(dialects)
         self.rota: RankRota = RankRota(dialects)
@@ -64,6 +68,8 @@ class Connection:
         self.malformed_messages: int = 0
         self.limits: dict[int, EngineLimits] = dict(limits or {})
         self.adapters: LoadedAdapters = LoadedAdapters()
+        self._on_mode = on_mode
+        self._modes: dict[int, RankState] = {}
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -79,7 +85,7 @@ class Connection:
         """
         if not isinstance(request, EngineCoreRequest):
             reject("request", request, f"is a {type(request).__name__}", "use an EngineCoreRequest")
-        if request.client_index != self._client_index:
+        if type(request.client_index) is not int or request.client_index != self._client_index:
             raise LocalProtocolError(
                 f"client_index={request.client_index} is not this client's {self._client_index}: "
                 "the engine would answer elsewhere, or fall silent: leave it at ours"
@@ -99,7 +105,7 @@ class Connection:
                 socket.
         """
         frames = self.check(request, rank)
-        self.requests.open(request.request_id, rank, consumer)
+        self.requests.open(request.request_id, rank, consumer, num_prompt_tokens=num_prompt_tokens(request))
         return frames
 
     def abort(self, request_ids: str | Iterable[str]) -> list[tuple[int, Frames]]:
@@ -109,14 +115,7 @@ class Connection:
         Raises:
             RequestRejected: one is not a str; nothing has changed.
         """
-        if isinstance(request_ids, str):
-            request_ids = (request_ids,)
-        elif not isinstance(request_ids, Iterable):
-            reject("request_ids", request_ids, f"is a {type(request_ids).__name__}", "use a str, or several")
-        request_ids = list(request_ids)
-        for request_id in request_ids:
-            if not isinstance(request_id, str):
-                reject("request_ids", request_id, f"is a {type(request_id).__name__}", "use the str ids of requests")
+        request_ids = checked_ids(request_ids)
         messages: list[tuple[int, Frames]] = []
         closed: list[RequestEntry] = []
         for rank, ids in self.requests.by_rank(request_ids).items():
@@ -127,6 +126,10 @@ class Connection:
                 with suppress(Exception):  # whatever a consumer makes of it: the engine must hear of all of them
                     entry.consumer.aborted()
         return messages
+
+    def repeat_abort(self, request_ids: Sequence[str], rank: int) -> Frames:
+        """The frames of one more ABORT, for ids that are forgotten here and go on in the engine."""
+        return self._dialect(rank).encode_abort(list(request_ids))
 
     def utility(
         self, method: str, args: Sequence[Any], rank: int, on_done: Callable[[], None], *, unchecked: bool = False
@@ -147,11 +150,19 @@ class Connection:
             self.utilities.forget(call.call_id)
             raise
         self.adapters.watch(call, args)
+        if self._on_mode is not None and method in MODE_METHODS:
+            self._watch_mode(call, args, self._on_mode)
         return call, frames
 
     def utility_arity(self, method: str, rank: int) -> int | None:
         """How many arguments ``method`` takes at most in the rank's release; ``None`` if it has no such method."""
         return self._dialect(rank).utility_arity(method)
+
+    def replace(self, rank: int, dialect: Dialect) -> None:
+        """The engine of ``rank``, which is dead, has been started again: nothing that was known of it holds."""
+        self.dialects.replace(rank, dialect)
+        self.adapters.forget(rank)
+        self._modes.pop(rank, None)
 
     # -------------------------------------------------------------------- events
 
@@ -197,6 +208,21 @@ class Connection:
             DecodeError(f"unsolicited message with call id {output.call_id} from engine {rank}: {output.result!r:.200}")
         )
 
+    def _watch_mode(self, call: PendingCall, args: Sequence[Any], on_mode: Callable[[int, RankState], None]) -> None:
+        """Have the answer to a call, when it is one, say what the engine is in."""
+        tell = call.on_done
+
+        def learn() -> None:
+            if call.error is None:
+                sleep_is_pause = self.utility_arity("is_scheduler_paused", call.rank) is not None
+                before = self._modes.get(call.rank, RankState.READY)
+                mode = mode_after(call.method, args, call.value, before, sleep_is_pause=sleep_is_pause)
+                self._modes[call.rank] = mode
+                on_mode(call.rank, mode)
+            tell()
+
+        call.on_done = learn
+
     def _limits(self, rank: int) -> EngineLimits:
         return self.limits.get(rank) or _UNKNOWN
 
@@ -205,3 +231,27 @@ class Connection:
             return self.dialects[rank]
         except KeyError:
             raise LocalProtocolError(f"rank {rank} is not connected; connected: {list(self.dialects)}") from None
+
+
+def num_prompt_tokens(request: EngineCoreRequest) -> int:
+    """The length of the request's prompt, whatever it is made of."""
+    if request.prompt_embeds is not None:
+        return request.prompt_embeds.shape[0]
+    return len(request.prompt_token_ids or ())
+
+
+def checked_ids(request_ids: str | Iterable[str]) -> list[str]:
+    """``request_ids`` as a list; one str is one id.
+
+    Raises:
+        RequestRejected: one is not a str.
+    """
+    if isinstance(request_ids, str):
+        request_ids = (request_ids,)
+    elif not isinstance(request_ids, Iterable):
+        reject("request_ids", request_ids, f"is a {type(request_ids).__name__}", "use a str, or several")
+    ids = list(request_ids)
+    for request_id in ids:
+        if not isinstance(request_id, str):
+            reject("request_ids", request_id, f"is a {type(request_id).__name__}", "use the str ids of requests")
+    return ids

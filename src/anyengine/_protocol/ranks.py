@@ -6,13 +6,15 @@ ranks are independent of each other and take turns. Pure.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable
 
 __all__ = ["RankRota"]
 
 
 class RankRota:
-    """The ranks of one connection. Invariant: a rank only ever moves from serving to dying to dead."""
+    """The ranks of one connection. Invariant: a rank only ever moves from serving to dying to dead, and back only when
+    it is revived."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._serving = sorted(ranks)
@@ -58,3 +60,8 @@ class RankRota:
         self.retire(rank)
         if rank in self._dying:
             self._dying.remove(rank)
+
+    def revive(self, rank: int) -> None:
+        """The rank, which was dead, has been started again and takes work."""
+        if rank not in self:
+            insort(self._serving, rank)

@@ -35,6 +35,7 @@ class Suspicion:
         self._serving = set(ranks)
         self._connections: dict[Evidence, set[int]] = {"input": set(), "output": set()}
         self._is_sentinel_open = False  # one has been read, and nobody has owned up to it
+        self._returning: set[int] = set()  # ranks that are started again, and may be connected
         self._may_still_say_so: set[int] = set()  # ranks that serve no more, and whose sentinel may be on its way
         self._suspects: dict[Evidence, dict[int, int]] = {"input": {}, "output": {}, "sentinel": {}}
         self.count: int = 0
@@ -77,6 +78,22 @@ class Suspicion:
         """``rank``'s process has ended, and everything that it sent has been read."""
         self._may_still_say_so.discard(rank)
 
+    def returning(self, rank: int) -> None:
+        """``rank``, whose process has ended, is started again: what it connects is nobody's surplus."""
+        self._may_still_say_so.discard(rank)
+        self._returning.add(rank)
+
+    def gave_up(self, rank: int) -> None:
+        """That start has failed, and its process has ended."""
+        self._returning.discard(rank)
+
+    def returned(self, rank: int) -> None:
+        """``rank`` serves again. It may have hidden that another's connection is gone: then all are suspects."""
+        self._returning.discard(rank)
+        self._serving.add(rank)
+        for kind in self._connections:
+            self._suspect_all(kind)
+
     @property
     def suspects(self) -> tuple[int, ...]:
         """Everyone who should be asked for a sign of life."""
@@ -90,8 +107,15 @@ class Suspicion:
         return None
 
     def surplus_outputs(self) -> int:
-        """How many output connections there are beyond those of the ranks that serve."""
-        return len(self._connections["output"]) - len(self._serving)
+        """How many output connections there are beyond those of the ranks that serve, or will."""
+        return self._surplus("output")
+
+    def surplus(self) -> int:
+        """The same of both sockets: the greater number."""
+        return max(map(self._surplus, self._connections))
+
+    def _surplus(self, kind: Evidence) -> int:
+        return len(self._connections[kind]) - len(self._serving) - len(self._returning)
 
     def _missing(self, kind: Evidence) -> int:
         return int(self._is_sentinel_open) if kind == "sentinel" else len(self._serving) - len(self._connections[kind])

@@ -48,9 +48,12 @@ class UtilityRegistry:
 
     def open(self, method: str, rank: int, on_done: Callable[[], None]) -> PendingCall:
         """Register a call, before it is sent."""
-        self._counter = (self._counter + 1) & 0xFFFF_FFFF
-        call = PendingCall(self.prefix << 32 | self._counter, method, rank, on_done)
-        self.pending[call.call_id] = call
+        while True:
+            self._counter = (self._counter + 1) & 0xFFFF_FFFF
+            call_id = self.prefix << 32 | self._counter
+            if call_id not in self.pending:  # it has come around to a call that still waits
+                break
+        call = self.pending[call_id] = PendingCall(call_id, method, rank, on_done)
         return call
 
     def forget(self, call_id: int) -> None:

@@ -31,8 +31,15 @@ _REPLACEMENT = "\ufffd"
 class Detokenizer(Protocol):
     """The detokenizer of one output. Owned by one task; ``push`` any number of times, then ``finish`` once."""
 
+    @property
+    def holding(self) -> bool:
+        """Whether some of the tokens pushed last have text that is not certain yet."""
+
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that ``token_ids`` made certain: never half a character. Ids that are no token add nothing."""
+
+    def peek(self) -> str:
+        """What more would be certain if the output ended here, save for an unfinished character. Changes nothing."""
 
     def finish(self) -> str:
         """The text that was held back, U+FFFD for bytes that make no character."""
@@ -96,12 +103,19 @@ class ByteLevelDetokenizer:
         self._pending = _unfinished_character(pieces, prompt_token_ids)
         self._prompt_tail = self._pending.decode(errors="replace")
 
+    @property
+    def holding(self) -> bool:
+        return bool(self._pending)
+
     def push(self, token_ids: Sequence[int]) -> str:
         if len(token_ids) == 1 and not self._pending:
             text = self._texts.get(token_ids[0])
             if text is not None:
                 return text
         return self._decode(b"".join([self._pieces[token_id] for token_id in token_ids]), final=False)
+
+    def peek(self) -> str:
+        return ""  # a whole character is never held back
 
     def finish(self) -> str:
         return self._decode(b"", final=True)
@@ -158,7 +172,7 @@ class WindowDetokenizer:
     ``_window`` is what stands before it, and ``_given`` is the part of its text that was given or is the prompt's.
     """
 
-    __slots__ = ("_given", "_held", "_kinds", "_tokenizer", "_window")
+    __slots__ = ("_cut", "_given", "_held", "_kinds", "_tokenizer", "_window")
 
     _KEEP = 4
     """Tokens kept as context: more than the pieces of one character, so that all of an unfinished one is among them."""
@@ -169,6 +183,7 @@ class WindowDetokenizer:
         self._tokenizer = tokenizer
         self._kinds = kinds
         self._held: list[int] = []
+        self._cut = False  # whether the text ends inside a character
         tail: list[int] = []
         for token_id in reversed(prompt_token_ids):
             kind = kinds[token_id]
@@ -178,6 +193,10 @@ class WindowDetokenizer:
                 break
         self._window = tail[::-1]
         self._given = self._text()
+
+    @property
+    def holding(self) -> bool:
+        return self._cut or bool(self._held)
 
     def push(self, token_ids: Sequence[int]) -> str:
         kinds = self._kinds
@@ -190,21 +209,33 @@ class WindowDetokenizer:
             return ""
         self._window.extend(held[:certain])
         del held[:certain]
+        text = self._text()
         # A character cut short is one U+FFFD at the very end, in whichever decoder works on bytes.
-        return self._advance(self._text().removesuffix(_REPLACEMENT))
+        self._cut = text.endswith(_REPLACEMENT)
+        return self._advance(text.removesuffix(_REPLACEMENT))
+
+    def peek(self) -> str:
+        if not self._held:
+            return ""
+        text: str = calling_rust(self._tokenizer.decode, self._window + self._held, skip_special_tokens=False)
+        return self._new_part(text).rstrip(_REPLACEMENT)
 
     def finish(self) -> str:
         self._window.extend(self._held)
         self._held.clear()
+        self._cut = False
         return self._advance(self._text())
 
     def _text(self) -> str:
         text: str = calling_rust(self._tokenizer.decode, self._window, skip_special_tokens=False)
         return text
 
-    def _advance(self, text: str) -> str:
+    def _new_part(self, text: str) -> str:
         given = self._given
-        new = text[len(given) :] if text.startswith(given) else text[_common_length(given, text) :]
+        return text[len(given) :] if text.startswith(given) else text[_common_length(given, text) :]
+
+    def _advance(self, text: str) -> str:
+        new = self._new_part(text)
         if new:  # else the text may be the shorter one, while a broken character at the end of the prompt is still open
             self._given = text
         if len(self._window) > self._LIMIT:

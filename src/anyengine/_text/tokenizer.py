@@ -15,6 +15,7 @@ from anyengine._text.chat_template import render_chat_template
 from anyengine._text.detokenizer import ByteLevelDetokenizer, BytePieces, TokenKinds, WindowDetokenizer
 from anyengine._text.model_facts import ModelFacts
 from anyengine._text.panics import calling_rust
+from anyengine._text.tight_detokenizer import TightDetokenizer
 from anyengine._text.token_texts import TokenTexts
 from anyengine.exceptions import RequestRejected
 
@@ -114,18 +115,35 @@ class Tokenizer:
         return text
 
     @cached_property
+    def _added_texts(self) -> dict[int, str]:
+        return {token_id: token.content for token_id, token in self._backend.get_added_tokens_decoder().items()}
+
+    @cached_property
     def token_texts(self) -> TokenTexts:
         """The texts of single tokens, special ones included."""
         return TokenTexts(self._backend, partial(self.decode, skip_special_tokens=False))
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A detokenizer for one output that follows ``prompt_token_ids``."""
+    def detokenizer(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> Detokenizer:
+        """A detokenizer for one output that follows ``prompt_token_ids``.
+
+        Without ``spaces_between_special_tokens``, added tokens that follow each other (if they are shown) have no space
+        between them, whatever the decoder puts there.
+        """
         vocabulary = self._vocabularies.get(skip_special_tokens)
         if vocabulary is None:
             vocabulary = self._vocabularies[skip_special_tokens] = self._vocabulary(skip_special_tokens)
         if isinstance(vocabulary, BytePieces):
-            return ByteLevelDetokenizer(vocabulary, prompt_token_ids)
-        return WindowDetokenizer(self._backend, vocabulary, prompt_token_ids)
+            return ByteLevelDetokenizer(vocabulary, prompt_token_ids)  # its decoder puts no spaces anywhere
+        detokenizer = WindowDetokenizer(self._backend, vocabulary, prompt_token_ids)
+        if skip_special_tokens or spaces_between_special_tokens:
+            return detokenizer
+        return TightDetokenizer(detokenizer, self._added_texts)
 
     def render_chat(
         self,

@@ -172,7 +172,7 @@ class Dialect:
         if self._written:
             if self.probe is not None:
                 raise LocalProtocolError(f"no request can be written for {self.releases}: call {self.probe!r} first")
-            if self.lists_features and request.mm_features:
+            if self.lists_features and request.mm_features is not None:
                 try:
                     features = self._listed(request.mm_features)
                 except (TypeError, AttributeError) as exc:  # nobody has looked at their types yet

@@ -21,9 +21,9 @@ __all__ = ["RankDialects"]
 class RankDialects(Mapping[int, Dialect]):
     """Rank -> dialect. ``warnings`` collects what a person should read, once for each rank; whoever logs it empties it.
 
-    Invariant: a rank's dialect only ever gets narrower. Until a rank has sent its first outputs, each message of its
-    has its arrays counted; afterwards a message costs nothing extra, or, between ranks of different dialects, a look
-    at its first bytes.
+    Invariant: a rank's dialect only ever gets narrower, as long as its engine is the same. Until a rank has sent its
+    first outputs, each message of its has its arrays counted; afterwards a message costs nothing extra, or, between
+    ranks of different dialects, a look at its first bytes.
     """
 
     def __init__(self, dialects: Mapping[int, Dialect]) -> None:
@@ -69,6 +69,12 @@ class RankDialects(Mapping[int, Dialect]):
         self._dialects[rank] = narrowed = self._dialects[rank].probed(found)
         self._settle()
         return narrowed
+
+    def replace(self, rank: int, dialect: Dialect) -> None:
+        """The engine of ``rank`` is another one now, which speaks ``dialect``."""
+        self._dialects[rank] = dialect
+        self._unseen.add(rank)
+        self._settle()
 
     def _sender(self, frames: Sequence[Frame]) -> tuple[int, Dialect]:
         """Rank and dialect of whoever sent ``frames``; rank -1 and the newest dialect if they do not say."""

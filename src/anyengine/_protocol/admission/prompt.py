@@ -58,7 +58,7 @@ def check_prompt_length(
     """
     if not num_tokens:
         raise RequestRejected(
-            "the prompt is empty: an engine needs at least one token to continue from",
+            f"the prompt is empty ({parameter}=[]): an engine needs at least one token to continue from",
             parameter=parameter,
             value=[],
             remedy="give at least one token (for an unconditional sample: the model's bos token)",

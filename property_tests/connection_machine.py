@@ -14,7 +14,6 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
-    RuleBasedStateMachine,
     consumes,
     initialize,
     invariant,
@@ -36,6 +35,9 @@ from anyengine._wire import (
     WireSamplingParams,
 )
 from anyengine.exceptions import EngineDeadError, EngineError, LocalProtocolError, UtilityError
+from counted_machine import CountedMachine
+
+__all__ = ["ConnectionMachine"]
 
 GARBAGE = [b"\xc1", b"", b"\x90\x90", b"ENGINE_CORE_ALIVE"]
 TOKENS = st.lists(st.integers(0, 2), max_size=3)  # some consumers cannot take a 2
@@ -84,7 +86,7 @@ class Engine:
     calls: list[ExpectedCall] = field(default_factory=list)
 
 
-class ConnectionMachine(RuleBasedStateMachine):
+class ConnectionMachine(CountedMachine):
     """``live`` and ``pending`` are the model's registries; ``wire`` holds engine messages that have not arrived yet."""
 
     calls: Bundle[ExpectedCall] = Bundle("calls")
@@ -363,6 +365,3 @@ class ConnectionMachine(RuleBasedStateMachine):
 
 def _request(request_id: str) -> EngineCoreRequest:
     return EngineCoreRequest(request_id, [1], sampling_params=WireSamplingParams())
-
-
-TestConnectionMachine = ConnectionMachine.TestCase
