@@ -1,96 +1,19 @@
-"""``anyengine bench``: benchmarks, one a subcommand, with their results as JSON on standard output.
+"""``anyengine bench``: measurements, each a subcommand.
 
-Owns the options and the printing. What is measured is :mod:`anyengine.bench`'s.
+Owns the command; its subcommands own their options.
 """
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
-import anyio
-import msgspec
+from anyengine.cli.bench_death import add_death_bench
 
-if TYPE_CHECKING:
-    from argparse import ArgumentParser, _SubParsersAction
-
-    from anyengine.bench.death import DeathTimes
-
-__all__ = ["BenchOptions", "add_bench_command", "run_benchmark"]
-
-_WAYS = ("kill", "exit", "dead_exit", "dead")
+__all__ = ["add_bench_command"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
-    """The options of ``anyengine bench death``."""
-
-    streams: int
-    rounds: int
-    way: list[str] | None
-    limit_ms: float | None
-    backend: str
-    uvloop: bool
-    quiet: bool
-    traceback: bool
-
-    def check(self) -> None:
-        """Raises:
-        ValueError: a count is not positive.
-        """
-        for name in ("streams", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-
-
-def add_bench_command(commands: _SubParsersAction[ArgumentParser]) -> None:
-    """The command, its subcommands and their arguments."""
-    parser = commands.add_parser("bench", help="measure the client against a scripted engine")
-    benchmarks = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
-    death = benchmarks.add_parser(
-        "death",
-        help="from the death of an engine to the last consumer",
-        description="Open many streams, let the engine die, and see when each consumer is told. Prints JSON.",
-    )
-    death.add_argument("--streams", type=int, default=1000, metavar="N", help="open at once (default: %(default)s)")
-    death.add_argument("--rounds", type=int, default=5, metavar="N", help="deaths of each kind (default: %(default)s)")
-    death.add_argument(
-        "--way",
-        choices=_WAYS,
-        action="append",
-        help="kill: SIGKILL; exit: an exit code; dead_exit: ENGINE_CORE_DEAD, then an exit; dead: ENGINE_CORE_DEAD of "
-        "an engine that lives on. Repeatable (default: the first three)",
-    )
-    death.add_argument("--limit-ms", type=float, metavar="MS", help="exit with 1 if a p99 is above")
-    death.add_argument("--backend", choices=("asyncio", "trio"), default="asyncio", help="(default: %(default)s)")
-    death.add_argument("--uvloop", action="store_true", help="run asyncio on uvloop")
-    death.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
-    death.add_argument("--traceback", action="store_true", help="show where an error was raised")
-    death.set_defaults(options=BenchOptions)
-
-
-def run_benchmark(options: BenchOptions) -> int:
-    """Measure and print; the exit code."""
-    results = anyio.run(
-        _measure,
-        options,
-        backend=options.backend,
-        backend_options={"use_uvloop": True} if options.uvloop else {},
-    )
-    loop = "uvloop" if options.uvloop else options.backend
-    document = {"benchmark": "death", "loop": loop, "python": sys.version.split()[0], "results": results}
-    print(msgspec.json.format(msgspec.json.encode(document)).decode())
-    late = [one for one in results if options.limit_ms is not None and one.p99_ms > options.limit_ms]
-    return 1 if late else 0
-
-
-async def _measure(options: BenchOptions) -> list[DeathTimes]:
-    from anyengine.bench.death import WAYS, measure_deaths  # loads the client
-
-    def tell(way: str, number: int) -> None:
-        if not options.quiet:
-            print(f"anyengine: {way}, {number} of {options.rounds}", file=sys.stderr, flush=True)
-
-    ways = [way for way in WAYS if way in (options.way or _WAYS[:3])]
-    return [await measure_deaths(way, streams=options.streams, rounds=options.rounds, on_round=tell) for way in ways]
+def add_bench_command(commands: Any) -> None:
+    """The command and its subcommands, below ``commands``."""
+    bench = commands.add_parser("bench", help="measure the client and the engine")
+    subjects = bench.add_subparsers(title="what to measure", required=True, metavar="SUBJECT")
+    add_death_bench(subjects)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import anyio
 
-from anyengine.cli.bench import BenchOptions, run_benchmark
+from anyengine.cli.bench_death import DeathBenchOptions, run_death_bench
 from anyengine.cli.check_options import CheckOptions
 from anyengine.cli.engine import EngineOptions, check_place, serve_front_end
 from anyengine.cli.mock import MockOptions, serve_mock
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _serve(options)
             case MockOptions():
                 return _mock(options)
-            case BenchOptions():
+            case DeathBenchOptions():
                 return _bench(options)
             case _:
                 return _run(options)
@@ -86,14 +86,14 @@ def _mock(options: MockOptions) -> int:
     return serve_mock(options, script)
 
 
-def _bench(options: BenchOptions) -> int:
+def _bench(options: DeathBenchOptions) -> int:
     try:
         options.check()
         _check_backend(options)
     except ValueError as error:
         _fail(error, options)
         return _USAGE
-    return run_benchmark(options)
+    return run_death_bench(options)
 
 
 def _run(options: RunOptions) -> int:
@@ -131,7 +131,7 @@ def _check(options: CheckOptions) -> int:
         return _USAGE
 
 
-def _check_backend(options: RunOptions | CheckOptions | BenchOptions) -> None:
+def _check_backend(options: RunOptions | CheckOptions | DeathBenchOptions) -> None:
     wanted = "uvloop" if options.uvloop else options.backend
     if find_spec(wanted) is None:
         raise RequestRejected(
