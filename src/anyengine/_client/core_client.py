@@ -20,7 +20,7 @@ from anyengine._wire import (
     EngineCoreRequest,
     engine_identity,
 )
-from anyengine.config import EngineSettings, engine_ranks
+from anyengine.config import EngineSettings, InheritedEngine, engine_ranks
 from anyengine.exceptions import (
     ClientClosedError,
     EngineDeadError,
@@ -102,6 +102,7 @@ class EngineCoreClient(EngineInfo):
         """Where the client and its ranks are in their lives; told by the session."""
         self._thread_id: int | None = None  # of the block, or the last one
         self._batch = BatchConsumer()
+        self._was_entered = False
         self._session: Session | None = None
         self._shutdown_report: ShutdownReport | None = None
         self._context: AbstractAsyncContextManager[Session] | None = None
@@ -116,6 +117,9 @@ class EngineCoreClient(EngineInfo):
         """
         if self._context is not None:
             raise RuntimeError("this client is in use already; make another one for another block")
+        if self._was_entered and isinstance(self._settings.engines[0], InheritedEngine):
+            raise RuntimeError("an InheritedEngine is good for one block, which closes its sockets")
+        self._was_entered = True
         self._shutdown_report = None
         self._context = context = open_session(self._settings, self.life, self._note_report)
         self._thread_id = threading.get_ident()

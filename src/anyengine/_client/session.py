@@ -95,6 +95,7 @@ class Session:
         reply is a fence: everything sent before it has reached its consumers. Otherwise both happen as they arrive."""
         self._idle = anyio.Event()
         self._thread_id = threading.get_ident()
+        self._loop = anyio.lowlevel.current_token()
         self._unwatched: dict[int, anyio.Event] = {}
         self._drain_scope = anyio.CancelScope()
         self._drained = anyio.Event()
@@ -200,16 +201,22 @@ class Session:
         self._idle.set()
 
     def check_thread(self) -> None:
-        """Refuse another thread than the session's, before anything is touched.
+        """Refuse another thread or event loop than the session's, before anything is touched.
 
         Raises:
             WrongLoopError: it is another one.
         """
-        if threading.get_ident() != self._thread_id:
+        if threading.get_ident() != self._thread_id or not self._in_own_loop():
             raise WrongLoopError(
                 "this client belongs to the event loop that entered it; from another thread, reach it "
                 "with anyio.from_thread"
             )
+
+    def _in_own_loop(self) -> bool:
+        try:
+            return anyio.lowlevel.current_token() == self._loop
+        except RuntimeError:  # a synchronous call outside of any task: no other loop has made it
+            return True
 
     def end(self, cause: EngineDeadError) -> None:
         """End the session with ``cause``, unless it has ended. Synchronous, idempotent."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, get_args
 from anyengine import EmbeddedEngine
 from anyengine.cli.rendering import StartupProgress
 from anyengine.config import DEFAULT_MODEL, DType
+from anyengine.exceptions import EngineStartupError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -152,9 +153,12 @@ def serve_front_end(options: EngineOptions, engine: EmbeddedEngine) -> None:
     """Serve front ends until the last one has gone, or until SIGTERM or SIGINT; a second signal ends it at once.
 
     Raises:
+        EngineStartupError: there is no such model.
         Exception: whatever the start-up or the engine raised.
     """
     # Below the argument checks, which are quick: these import the engine.
+    from anyengine.engine.models.errors import ModelNotFoundError
+    from anyengine.engine.models.resolve import resolve_model
     from anyengine.engine.serving.lifeline import Lifeline
     from anyengine.engine.serving.server import Attachment
     from anyengine.engine.start import run_attached_engine
@@ -183,6 +187,11 @@ def serve_front_end(options: EngineOptions, engine: EmbeddedEngine) -> None:
     lifeline = Lifeline(None)
     lifeline.watch()
     try:
+        if options.runner is None:
+            try:  # before a front end is waited for
+                resolve_model(engine.model, report)
+            except ModelNotFoundError as exc:
+                raise EngineStartupError(str(exc), stage="resolving") from exc
         run_attached_engine(attachment, engine, report=report, on_stop=lifeline.on_stop)
     finally:
         progress.close()
