@@ -16,6 +16,7 @@ from anyengine import (
     EngineAsleepError,
     EngineClient,
     EngineCoreClient,
+    EngineCoreRequest,
     EngineDeadError,
     EngineStartupError,
     RankChanged,
@@ -24,6 +25,7 @@ from anyengine import (
     RestartPolicy,
     SamplingParams,
 )
+from anyengine._wire import WireSamplingParams
 from anyengine.testing.toy_runner import expected_tokens
 
 pytestmark = pytest.mark.anyio
@@ -207,3 +209,27 @@ def test_what_somebody_else_starts_cannot_be_started_again() -> None:
         EngineClient(engine=RemoteEngine(handshake="tcp://127.0.0.1:*"), restart=SOON)
     with pytest.raises(ValueError, match="must be a RestartPolicy"):
         EngineClient(engine=toy(), restart=True)  # type: ignore[arg-type]
+
+
+async def test_who_hears_late_of_a_death_takes_nothing_from_the_successor() -> None:
+    """A low-level client reads its batches when it likes: the death of the former engine is told behind the latter's
+    first request."""
+    with anyio.fail_after(30):
+        async with EngineCoreClient(toy(), restart=SOON) as core:
+            params = WireSamplingParams(max_tokens=3)
+            core.add(EngineCoreRequest("lost", [1], sampling_params=WireSamplingParams(max_tokens=1900)))
+            os.kill(pid_of(core), signal.SIGKILL)
+            await until(core, RankState.RESTARTING)
+            await until(core, RankState.READY)
+            core.add(EngineCoreRequest("kept", [9], sampling_params=params))
+            received: dict[str, list[int]] = {"lost": [], "kept": []}
+            errors: dict[str, str] = {}
+            async for batch in core.outputs():
+                for output in batch.outputs:
+                    received[output.request_id] += output.new_token_ids
+                    if output.error is not None:
+                        errors[output.request_id] = output.error.code
+                if len(received["kept"]) == 3:
+                    break
+            assert received["kept"] == expected_tokens([9], 3) and errors == {"lost": "engine_dead"}
+            assert core.statistics()["requests_in_flight"] == 0

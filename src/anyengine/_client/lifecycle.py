@@ -31,6 +31,9 @@ from .startup import listeners_for, start_engines
 
 __all__ = ["open_session"]
 
+_NOTICE_S = (
+    1.0  # for our own tasks, to notice that they are cancelled: bounded, since a loop may have ended them unseen
+)
 _STARTUP_GRACE_S = 0.5  # an engine that is still loading has nothing to finish
 
 
@@ -103,7 +106,7 @@ async def _stop(session: Session) -> None:
     grace_s = session.settings.shutdown_grace_s if was_ready else _STARTUP_GRACE_S
     session.close()
     session.life.closing()
-    with anyio.CancelScope(shield=True):  # they only have to notice
+    with anyio.move_on_after(_NOTICE_S, shield=True):
         await session.restarts.stop()
     engines = session.children
     if was_ready and not engines:
