@@ -31,9 +31,7 @@ from .startup import listeners_for, start_engines
 
 __all__ = ["open_session"]
 
-_NOTICE_S = (
-    1.0  # for our own tasks, to notice that they are cancelled: bounded, since a loop may have ended them unseen
-)
+_NOTICE_S = 1.0  # for our own tasks to notice that they are cancelled; a loop may have ended them unseen
 _STARTUP_GRACE_S = 0.5  # an engine that is still loading has nothing to finish
 
 
@@ -106,12 +104,13 @@ async def _stop(session: Session) -> None:
     grace_s = session.settings.shutdown_grace_s if was_ready else _STARTUP_GRACE_S
     session.close()
     session.life.closing()
-    with anyio.move_on_after(_NOTICE_S, shield=True):
-        await session.restarts.stop()
-    engines = session.children
-    if was_ready and not engines:
+    if was_ready and not session.children:
         await _settle_aborts(session, grace_s)
     try:
+        if session.restarts.pending:
+            with anyio.move_on_after(_NOTICE_S, shield=True):
+                await session.restarts.stop()
+        engines = session.children
         # Shielded so that a cancelled block still ends its processes in order; bounded by the grace period.
         with anyio.move_on_after(grace_s, shield=True):
             for engine in engines:
@@ -123,7 +122,7 @@ async def _stop(session: Session) -> None:
                     # through shields.
                     await engine.supervise()
     finally:
-        for engine in engines:  # native cancellation goes through shields, so this does not await
+        for engine in session.children:  # native cancellation goes through shields, so this does not await
             engine.child.kill()
     with anyio.CancelScope(shield=True):  # bounded by the children's own grace periods; they are killed when reaped
         async with anyio.create_task_group() as farewells:
