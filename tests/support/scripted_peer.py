@@ -129,6 +129,18 @@ def silent(peer: Peer) -> None:
         time.sleep(60)
 
 
+def ignores_sigterm(peer: Peer) -> None:
+    """Is ready, and ends on nothing but SIGKILL; so does a child of its, whose process id it says on stderr."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if (pid := os.fork()) == 0:
+        while True:
+            time.sleep(60)
+    print(f"child {pid}", file=sys.stderr, flush=True)
+    peer.start()
+    while True:
+        time.sleep(60)
+
+
 def dead_after_ready(peer: Peer) -> None:
     """Sends the dead sentinel at once, then takes a moment to exit with code 7."""
     peer.start()

@@ -8,7 +8,7 @@ Knows nothing of prompts and parameters but their sizes.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
@@ -92,6 +92,7 @@ class Admission:
         self._session = session
         self._settings = settings
         self._closed: Callable[[], EngineError] | None = None
+        self._closed_for: set[int] | None = None
         self._waits_while_closed = False
         self._arrivals: OrderedDict[Ticket, None] = OrderedDict()
         self._prepared: OrderedDict[Ticket, None] = OrderedDict()
@@ -110,10 +111,13 @@ class Admission:
         """Whether anybody is let in."""
         return self._closed is None
 
-    def close(self, error: Callable[[], EngineError], *, wait: bool | None = None) -> None:
+    def close(
+        self, error: Callable[[], EngineError], *, wait: bool | None = None, ranks: Iterable[int] | None = None
+    ) -> None:
         """Let nobody in from now on: they fail with ``error``, or wait for :meth:`open` (``None``: as the client was
-        told, see ``admission``). Synchronous."""
+        told, see ``admission``). ``ranks``: on whose account; when they are all gone, it is open again. Synchronous."""
         self._closed = error
+        self._closed_for = None if ranks is None else set(ranks)
         self._waits_while_closed = self._settings.admission == "wait" if wait is None else wait
         self.look()
 
@@ -175,7 +179,11 @@ class Admission:
             self.look()
 
     def look(self) -> None:
-        """There may be room: who is next looks. Cheap if nobody waits. Synchronous."""
+        """There may be room, or a rank has gone: who is next looks. Cheap if nobody waits. Synchronous."""
+        if self._closed is not None and self._closed_for is not None:
+            self._closed_for.intersection_update(self._session.connection.rota.serving)
+            if not self._closed_for:
+                self._closed = None
         for queue in (self._prepared, self._arrivals):
             if queue:
                 next(iter(queue)).wake()
@@ -213,7 +221,7 @@ class Admission:
         bars: Callable[[Ticket, int], Reason | None],
         num_tokens: int,
     ) -> None:
-        self._session.check_usable()
+        self._check()
         reason = bars(ticket, num_tokens)
         if (reason is None and not queue) or ticket.aborted:
             return
@@ -222,7 +230,7 @@ class Admission:
         queue[ticket] = None
         try:
             while not ticket.aborted:
-                self._session.check_usable()
+                self._check()
                 reason = bars(ticket, num_tokens)
                 if reason is None and next(iter(queue)) is ticket:
                     return
@@ -232,6 +240,10 @@ class Admission:
         finally:
             del queue[ticket]
             self.look()
+
+    def _check(self) -> None:
+        self._session.check_usable()
+        self._session.check_admitting()
 
     def _may_wait(self, ticket: Ticket, reason: Reason) -> bool:
         if ticket.nowait:

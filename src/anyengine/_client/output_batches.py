@@ -54,9 +54,9 @@ class BatchConsumer:
     async def receive(self, session: Session, abort: Callable[[str], object]) -> EngineCoreOutputs:
         """See :meth:`EngineCoreClient.receive_outputs`; ``abort`` aborts a request by its wire id."""
         try:
-            while isinstance(item := await session.stream.receive(), FencePassed):
+            while isinstance(item := await session.feed.receive(), FencePassed):
                 session.fences.passed(item.rank, item.number)
-        except (anyio.EndOfStream, anyio.ClosedResourceError):
+        except anyio.EndOfStream:
             assert session.cause is not None
             raise session.cause.for_waiter() from None
         if isinstance(item, EngineDeadError):
@@ -66,7 +66,9 @@ class BatchConsumer:
         assert not isinstance(item, UtilityReply)  # those are resolved as they arrive
         self._outputs = []
         for entry, exc in session.connection.requests.dispatch(item.outputs):
-            abort(entry.request_id)  # a consumer of the caller's own failed: rule 5
+            abort(entry.request_id)  # a consumer of the caller's own failed (rule 5), or has had enough
+            if exc is None:
+                continue
             error = OutputProcessingError(f"cannot take an output of request {entry.request_id!r}: {exc!r}")
             error.__cause__ = exc
             entry.consumer.fail(error)

@@ -1,4 +1,4 @@
-"""The output processor: takes what a session's stream brings, in the order received, and feeds the merge buffers.
+"""The output processor: takes what a session's feed brings, in the order received, and feeds the merge buffers.
 
 Owns the pace: it works in slices, of little time and few rows, and lets other tasks run in between, so that one large
 batch holds up nobody. What is left of a batch is kept here, so an interruption between two slices loses nothing.
@@ -28,7 +28,7 @@ __all__ = ["OutputProcessor"]
 _SLICE_S: Final = 0.001
 _SLICE_ROWS: Final = 256
 """Each row wakes a consumer, which runs before we do again: its work counts too."""
-_CHUNK_ROWS: Final = 64
+_CHUNK_ROWS: Final = 128
 """Rows between two looks at the clock; most batches have fewer."""
 
 
@@ -45,14 +45,14 @@ class OutputProcessor:
 
     async def run(self) -> None:
         """Process until the session ends, whose cause goes to ``on_end``, behind everything else."""
-        stream = self._session.stream
+        feed = self._session.feed
         while True:
             self._rows_done = 0
             if self._rest:
                 await anyio.lowlevel.checkpoint()
             else:
                 try:
-                    self.take(await stream.receive())
+                    self.take(await feed.receive())
                 except anyio.EndOfStream:
                     return
             self._work_for_a_slice()
@@ -63,18 +63,21 @@ class OutputProcessor:
             self._dispatch_chunk()
         while True:
             try:
-                self.take(self._session.stream.receive_nowait())
-            except (anyio.WouldBlock, anyio.EndOfStream, anyio.ClosedResourceError):
+                self.take(self._session.feed.receive_nowait())
+            except (anyio.WouldBlock, anyio.EndOfStream):
                 break
             while self._rest:
                 self._dispatch_chunk()
 
     def take(self, item: SessionItem) -> None:
-        """Process one item of the session's stream, or begin with it."""
+        """Process one item of the session's feed, or begin with it."""
         session = self._session
         if isinstance(item, OutputBatch):
-            self._rest, self._next_row = item.outputs, 0
-            self._dispatch_chunk()
+            if len(item.outputs) <= _CHUNK_ROWS:
+                self._dispatch(item.outputs)
+            else:
+                self._rest, self._next_row = item.outputs, 0
+                self._dispatch_chunk()
         elif isinstance(item, UtilityReply):
             session.connection.utilities.resolve(item.rank, item.output)
         elif isinstance(item, RankDeath):
@@ -88,30 +91,32 @@ class OutputProcessor:
             session.fences.passed(item.rank, item.number)
 
     def _work_for_a_slice(self) -> None:
-        stream = self._session.stream
+        feed = self._session.feed
         slice_end_s = time.perf_counter() + _SLICE_S
         while self._rows_done < _SLICE_ROWS and time.perf_counter() < slice_end_s:
             if self._rest:
                 self._dispatch_chunk()
                 continue
             try:
-                self.take(stream.receive_nowait())
+                self.take(feed.receive_nowait())
             except (anyio.WouldBlock, anyio.EndOfStream):
                 break
 
     def _dispatch_chunk(self) -> None:
-        rows = self._rest
-        if len(rows) > _CHUNK_ROWS:
-            start, self._next_row = self._next_row, self._next_row + _CHUNK_ROWS
-            rows = rows[start : self._next_row]
-            if self._next_row >= len(self._rest):
-                self._rest = ()
-        else:
+        """The next rows of what is left of a batch."""
+        start, self._next_row = self._next_row, self._next_row + _CHUNK_ROWS
+        rows = self._rest[start : self._next_row]
+        if self._next_row >= len(self._rest):
             self._rest = ()
+        self._dispatch(rows)
+
+    def _dispatch(self, rows: Sequence[EngineCoreOutput]) -> None:
         self._rows_done += len(rows)
-        session = self._session
-        for entry, exc in session.connection.requests.dispatch(rows):
+        session, requests = self._session, self._session.connection.requests
+        for entry, exc in requests.dispatch(rows):
             self._core.abort([entry.request_id])
+            if exc is None:  # a stop string ended it, of which the engine knows nothing
+                continue
             state = state_of(entry.consumer)
             assert state is not None
             error = OutputProcessingError(
@@ -119,5 +124,7 @@ class OutputProcessor:
             )
             error.__cause__ = exc
             state.fail(error)
-        session.fences.look_at_late_outputs()
-        session.on_room()
+        if requests.moved:  # nothing of this concerns a token in the middle of its stream
+            requests.moved = False
+            session.fences.look_at_late_outputs()
+            session.on_room()

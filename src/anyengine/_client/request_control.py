@@ -144,10 +144,9 @@ class RequestControl:
 
     def _close_admission(self, engine_is: str, *, ends_requests: bool) -> bool:
         """See :class:`EngineOperations`."""
-        self._core.usable_session()
-        desk = self._entered_desk()
+        session, desk = self._core.usable_session(), self._entered_desk()
         was_open = desk.admission.is_open
-        desk.admission.close(partial(_asleep, engine_is))
+        desk.admission.close(partial(_asleep, engine_is), ranks=session.connection.rota.serving)
         if ends_requests:
             for state in desk.live():
                 state.abort_expected = True

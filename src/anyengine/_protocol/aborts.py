@@ -9,6 +9,7 @@ sent when it took the abort. Pure: who asks when a fence is needed sends it, and
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 __all__ = ["AbortLedger"]
 
@@ -16,12 +17,8 @@ __all__ = ["AbortLedger"]
 _REMEMBERED = 8192
 
 
-@dataclass(slots=True)
-class _Abort:
-    rank: int
-    fences: int
-    """How many fences the rank had been sent before the abort."""
-    repeated: bool = False
+_Abort: TypeAlias = tuple[int, int]
+"""The rank, and how many fences it had been sent before. There are thousands: a collector passes pairs of ints by."""
 
 
 @dataclass(slots=True)
@@ -38,6 +35,7 @@ class AbortLedger:
     """Ids, by rank, whose outputs go on although a fence behind their abort was answered: to be aborted again."""
     _recent: dict[str, _Abort] = field(default_factory=dict)
     _earlier: dict[str, _Abort] = field(default_factory=dict)  # together they hold one to two times what we promise
+    _repeated: set[str] = field(default_factory=set)
     _sent: dict[int, int] = field(default_factory=dict)
     _passed: dict[int, int] = field(default_factory=dict)
 
@@ -49,9 +47,10 @@ class AbortLedger:
 
     def note(self, request_id: str, rank: int) -> None:
         """The abort of ``request_id`` is sent to ``rank`` now."""
-        self._recent[request_id] = _Abort(rank, self._sent.get(rank, 0))
+        self._recent[request_id] = rank, self._sent.get(rank, 0)
         if len(self._recent) >= _REMEMBERED:
             self._earlier, self._recent = self._recent, {}
+            self._repeated.intersection_update(self._earlier)
 
     def fence_sent(self, rank: int) -> int:
         """A fence is sent to ``rank``; its number."""
@@ -66,10 +65,11 @@ class AbortLedger:
     def late_output(self, request_id: str) -> None:
         """An output of a request that is not alive: see :attr:`doubtful` and :attr:`ignored` for what follows."""
         abort = self._recent.get(request_id) or self._earlier.get(request_id)
-        if abort is None or abort.repeated:
+        if abort is None or request_id in self._repeated:
             return
-        if self._passed.get(abort.rank, 0) > abort.fences:
-            abort.repeated = True
-            self.ignored.setdefault(abort.rank, []).append(request_id)
-        elif self._sent.get(abort.rank, 0) == abort.fences:
-            self.doubtful.add(abort.rank)
+        rank, fences = abort
+        if self._passed.get(rank, 0) > fences:
+            self._repeated.add(request_id)
+            self.ignored.setdefault(rank, []).append(request_id)
+        elif self._sent.get(rank, 0) == fences:
+            self.doubtful.add(rank)

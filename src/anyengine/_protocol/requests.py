@@ -7,7 +7,7 @@ go with it. Pure: consumers are objects with three synchronous methods; nothing 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -25,8 +25,8 @@ class OutputConsumer(Protocol):
     """Where a request's outputs go. The methods are synchronous and must not block. What ends it is called once, last:
     :meth:`push` of an output with a finish reason, :meth:`fail` or :meth:`aborted`."""
 
-    def push(self, output: EngineCoreOutput) -> None:
-        """Take one output."""
+    def push(self, output: EngineCoreOutput) -> bool | None:
+        """Take one output; whether it was the last one that it takes, although the engine would go on."""
 
     def fail(self, error: BaseException) -> None:
         """No further output will come; ``error`` is why."""
@@ -50,7 +50,7 @@ class RequestEntry:
 
     Attributes:
         stage: ``QUEUED`` until its first output, then ``STARTED``; ``BROKEN`` when the consumer could not take an
-            output, and whoever was told of it tells it so.
+            output, or wants no more, and whoever was told of it aborts the request.
         num_prompt_tokens: what it counts for in ``num_queued_tokens``.
         sent_bytes: everything that its rank had been sent when this request had been.
     """
@@ -83,12 +83,16 @@ class RequestRegistry:
     live: dict[str, RequestEntry] = field(default_factory=dict)
     late_outputs: int = 0
     aborts: AbortLedger = field(default_factory=AbortLedger)
+    moved: bool = False
+    """Whether a request has started or left, or an output was late, since somebody looked and reset it."""
     num_ended: int = 0
     """How many have left, in whatever way."""
     num_queued_tokens: int = 0
     """Prompt tokens of the requests that have had no output yet."""
     read_bytes: dict[int, int] = field(default_factory=dict)
     """How much of what it was sent a rank has read for certain, by what it has answered."""
+    on_idle: Callable[[], None] | None = None
+    """Called when the last live request has left."""
 
     def __len__(self) -> int:
         return len(self.live)
@@ -118,21 +122,25 @@ class RequestRegistry:
             self._leave(entry)
             if aborted:
                 self.aborts.note(request_id, entry.rank)
+            if not self.live and self.on_idle is not None:
+                self.on_idle()
         return entry
 
-    def dispatch(self, outputs: Sequence[EngineCoreOutput]) -> list[tuple[RequestEntry, Exception]]:
+    def dispatch(self, outputs: Sequence[EngineCoreOutput]) -> list[tuple[RequestEntry, Exception | None]]:
         """Give each output to its consumer: the client's hot loop.
 
-        One consumer's failure is its own: its entry is returned with the error, once, to be aborted and failed by the
-        caller, and gets nothing more; the other outputs are delivered all the same.
+        Returned are the entries that the caller must abort, each once, and which get nothing more: with the error of a
+        consumer that failed, to be failed by the caller, or ``None`` for one that has had enough. One consumer's
+        failure is its own: the other outputs are delivered all the same.
         """
         get = self.live.get
-        failures: list[tuple[RequestEntry, Exception]] = []
+        to_abort: list[tuple[RequestEntry, Exception | None]] = []
         for output in outputs:
             entry = get(output.request_id)
             if entry is None:
                 self.late_outputs += 1
                 self.aborts.late_output(output.request_id)
+                self.moved = True
                 continue
             if entry.stage is not _STARTED:
                 if entry.stage is _Stage.BROKEN:  # after what it could not take there would be a hole
@@ -143,11 +151,13 @@ class RequestRegistry:
             if output.finish_reason is not None:
                 self.close(entry.request_id)
             try:
-                entry.consumer.push(output)
+                if entry.consumer.push(output):
+                    entry.stage = _Stage.BROKEN
+                    to_abort.append((entry, None))
             except Exception as exc:  # noqa: BLE001 - rule 5: whatever it is, it is this one request's error
                 entry.stage = _Stage.BROKEN
-                failures.append((entry, exc))
-        return failures
+                to_abort.append((entry, exc))
+        return to_abort
 
     def by_rank(self, request_ids: Iterable[str]) -> dict[int, list[str]]:
         """The live ones among ``request_ids``, grouped by the rank that runs them."""
@@ -183,11 +193,13 @@ class RequestRegistry:
     def _start(self, entry: RequestEntry) -> None:
         """Its first output has come: the engine has read it, and everything sent before."""
         entry.stage = _STARTED
+        self.moved = True
         self.num_queued_tokens -= entry.num_prompt_tokens
         if entry.sent_bytes > self.read_bytes.get(entry.rank, 0):
             self.read_bytes[entry.rank] = entry.sent_bytes
 
     def _leave(self, entry: RequestEntry) -> None:
         self.num_ended += 1
+        self.moved = True
         if entry.stage is _Stage.QUEUED:
             self.num_queued_tokens -= entry.num_prompt_tokens
