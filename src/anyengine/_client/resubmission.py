@@ -230,7 +230,7 @@ class Resubmissions:
         while not self._is_hopeless(rank):
             serving = session.connection.rota.serving
             takes = bool(serving) if rank is None else rank in serving
-            if takes and self._admission.is_open:  # a pause holds for those, too, that were in flight when it began
+            if takes and self._admission.is_open:  # a pause of those that serve holds for it, too
                 return
             await session.restarts.wait_change()
         session.check_usable()
