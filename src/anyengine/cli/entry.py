@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import anyio
 
+from anyengine.cli.bench import BenchOptions, run_bench
 from anyengine.cli.check_options import CheckOptions
 from anyengine.cli.engine import EngineOptions, serve_front_end
 from anyengine.cli.options import parse_arguments
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
         match options:
+            case BenchOptions():
+                return run_bench(options)
             case CheckOptions():
                 return _check(options)
             case EngineOptions():

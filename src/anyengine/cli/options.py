@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias, get_args
 
 from anyengine import EmbeddedEngine, SamplingParams
+from anyengine.cli.bench import BenchOptions, add_bench_command
 from anyengine.cli.check_options import CheckOptions, add_check_command
 from anyengine.cli.engine import EngineOptions, add_engine_options
 from anyengine.config import DEFAULT_MODEL, DType
@@ -75,7 +76,7 @@ class RunOptions:
         return [*system, {"role": "user", "content": prompt}]
 
 
-Options: TypeAlias = RunOptions | EngineOptions | CheckOptions
+Options: TypeAlias = RunOptions | EngineOptions | CheckOptions | BenchOptions
 """What was typed after one of the commands."""
 
 
@@ -109,6 +110,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Options:
     add_engine_options(engine)
     engine.set_defaults(options=EngineOptions)
     add_check_command(commands)
+    add_bench_command(commands)
     values = vars(parser.parse_args(arguments))
     options: Options = values.pop("options")(**values)
     if getattr(options, "uvloop", False) and getattr(options, "backend", "asyncio") != "asyncio":
