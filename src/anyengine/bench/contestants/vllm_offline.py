@@ -1,4 +1,4 @@
-"""``vllm_offline.py MODEL_DIR DTYPE THREADS``: vLLM's own ``LLM``, in its own environment, which has nothing of ours."""
+"""``vllm_offline.py MODEL_DIR DTYPE THREADS``: vLLM's own ``LLM``, in an environment of its own, without ours."""
 
 from __future__ import annotations
 
