@@ -9,7 +9,7 @@ from pathlib import Path
 
 def main(model_dir: str, dtype: str, num_threads: int) -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{num_threads - 1}" if num_threads > 1 else "0")
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     sys.stdout = sys.stderr
     sys.path.insert(0, str(Path(__file__).parent))
