@@ -182,8 +182,14 @@ class EngineCoreClient(EngineInfo):
             EngineDeadError: the engine died, or the client is closed.
             LocalProtocolError: the request id is alive already, or was aborted (use each id once).
         """
+        self.usable_session().check_admitting()
+        return self.put(request, consumer, rank=rank)
+
+    def put(
+        self, request: EngineCoreRequest, consumer: OutputConsumer | None = None, *, rank: int | None = None
+    ) -> int:
+        """:meth:`add`, for a request that was in flight before: it is taken while others are only being finished."""
         session = self.usable_session()
-        session.check_admitting()
         connection = session.connection
         wanted, named = (request.data_parallel_rank, "data_parallel_rank") if rank is None else (rank, "rank")
         while True:
