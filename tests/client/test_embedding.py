@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import psutil
 import pytest
 from engines import RUNNER, toy
 
-from anyengine import EmbeddedEngine, EngineClient, EngineDeadError, SamplingParams
+from anyengine import EmbeddedEngine, EngineClient, EngineDeadError, RequestStream, SamplingParams
 from anyengine.testing.toy_runner import expected_tokens
 
 PROGRAM = """
@@ -161,16 +162,36 @@ async def test_signal_handlers_are_untouched() -> None:
     assert starting and all(seen == before for seen in starting)
 
 
+LOCKING = """
+import fcntl
+from anyengine.testing import toy_runner
+
+def create_runner(config, report):
+    lock = open("LOCK", "w")
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while another engine has it, as a device would
+    runner = toy_runner.create_runner(config, report)
+    runner.lock = lock
+    return runner
+"""
+
+
+@pytest.fixture
+def exclusive_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EmbeddedEngine:
+    (tmp_path / "locking.py").write_text(LOCKING.replace("LOCK", str(tmp_path / "lock"), 1))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    return EmbeddedEngine(runner="locking:create_runner")
+
+
 @pytest.mark.anyio
 @pytest.mark.case("K15")
-async def test_twenty_times_in_a_row(tmp_path: Path) -> None:
+async def test_twenty_times_in_a_row(exclusive_engine: EmbeddedEngine) -> None:
     """Each engine process is reaped before the next statement, even while outputs and tracebacks are still
-    referenced."""
+    referenced: the next one needs what it held."""
     kept: list[object] = []
-    with anyio.fail_after(60):
+    with anyio.fail_after(120):
         for round_ in range(20):
             try:
-                async with EngineClient(engine=toy()) as client:
+                async with EngineClient(engine=exclusive_engine) as client:
                     pid = client.core.session.engines[0].child.pid
                     kept.append([out async for out in client.generate([round_], SamplingParams(max_tokens=2))])
                     kept.append(await client.submit([1], SamplingParams(max_tokens=1000)))
@@ -178,7 +199,35 @@ async def test_twenty_times_in_a_row(tmp_path: Path) -> None:
                         raise ZeroDivisionError
             except ZeroDivisionError as exc:
                 kept.append(exc)
-            assert not psutil.pid_exists(pid)
+            assert pid is not None and not psutil.pid_exists(pid)
+
+
+@pytest.mark.anyio
+@pytest.mark.case("K07")
+async def test_after_a_fatal_error_a_fresh_client_works_at_once(exclusive_engine: EmbeddedEngine) -> None:
+    """Every pending stream raises within 2 s, and so does every later call; nothing of the first is left."""
+    failing = msgspec.structs.replace(exclusive_engine, runner_options={"fail_at_step": 100, "step_delay_s": 0.01})
+    errors: list[EngineDeadError] = []
+
+    async def consume(stream: RequestStream) -> None:
+        with pytest.raises(EngineDeadError) as caught:
+            [out async for out in stream]
+        errors.append(caught.value)
+
+    with anyio.fail_after(60) as limit:
+        async with EngineClient(engine=failing) as client:
+            async with anyio.create_task_group() as consumers:
+                for n in range(20):
+                    consumers.start_soon(consume, await client.submit([n], SamplingParams(max_tokens=2000)))
+                await client.wait_dead()
+                limit.deadline = anyio.current_time() + 2
+            limit.deadline = anyio.current_time() + 60
+            assert len(errors) == 20
+            with pytest.raises(EngineDeadError):
+                await client.submit([1])
+        async with EngineClient(engine=exclusive_engine) as fresh:
+            tokens = [t async for out in fresh.generate([1], SamplingParams(max_tokens=5)) for t in out.token_ids]
+            assert tokens == expected_tokens([1], 5)
 
 
 @pytest.mark.case("K17")
