@@ -86,13 +86,8 @@ class ExploredEngine:
         self.running, self.pooled, self.paused = {}, [], False
         inputs = None
         try:
-            async with anyio.create_task_group() as tasks:
-
-                async def await_sigterm() -> None:
-                    await host.terminated.wait()
-                    tasks.cancel_scope.cancel()
-
-                tasks.start_soon(await_sigterm)
+            with anyio.CancelScope() as scope:
+                host.on_terminate = scope.cancel
                 handshake = link.connect_handshake()
                 handshake.send_nowait([msgspec.msgpack.encode({"status": "HELLO", "local": True, "headless": False})])
                 await handshake.drain(1)
@@ -103,7 +98,7 @@ class ExploredEngine:
         finally:
             for frames in inputs.drain_nowait() if inputs is not None else ():
                 self._take(frames)
-            if not host.terminated.is_set():
+            if not host.terminated:
                 self.finished.update(self.running, self.pooled)  # killed: nobody need abort what has died
                 self.running, self.pooled = {}, []
 

@@ -15,6 +15,7 @@ from benches import MemoryBench
 from explorer import Explorer
 from ledger import Ledger
 from operations import ENTRIES
+from programs import Program, Step, run_program
 
 pytestmark = pytest.mark.anyio
 
@@ -35,3 +36,20 @@ async def test_the_low_level_client_aborts_what_it_leaves() -> None:
             core.add(EngineCoreRequest("left", [1], sampling_params=WireSamplingParams(max_tokens=1_000_000)))
             await core.receive_outputs()
     assert ledger.aborted == {"left": 1}
+
+
+async def test_the_end_of_a_block_does_not_overtake_what_was_read_before() -> None:
+    """An output had been handed to the output processor, which had not run yet; the end of the block took the next one
+    from the queue, and told it first: the stream had a hole."""
+    reads = (Step("read", "a", 0), Step("read", "a", 3))
+    for ranks in (1, 2):
+        for turns in range(12):
+            close = (Step("give up", "a", turns), Step("read", "a", 0), Step("close"))
+            assert await run_program(Program((reads, close), ranks)) == []
+
+
+async def test_a_pooling_request_tells_that_the_client_was_closed() -> None:
+    """It was an abort that nobody had asked for."""
+    for turns in range(6):
+        program = Program(((Step("encode"),), (Step("give up", "a", turns), Step("close"))))
+        assert await run_program(program) == []

@@ -110,9 +110,9 @@ async def _aclose(call: Callable[[], Any]) -> None:
 
 
 async def _timeout(call: Callable[[], Any]) -> None:
-    with anyio.move_on_after(0.02) as scope:
+    with anyio.CancelScope() as scope:
         async for _ in call():
-            pass
+            scope.deadline = min(scope.deadline, anyio.current_time() + 0.01)
     assert scope.cancelled_caught
 
 
@@ -151,8 +151,18 @@ async def test_a_pooling_call_that_is_left(leave: str, task: Any) -> None:
                 await client.encode([1], PoolingParams(task=task), request_id="one")
 
             if leave == "timeout":
-                with anyio.move_on_after(0.02):
-                    await call()
+                async with anyio.create_task_group() as tasks:
+                    scope = anyio.CancelScope()
+
+                    async def call_in_scope() -> None:
+                        with scope:
+                            await call()
+
+                    tasks.start_soon(call_in_scope)
+                    while not scripted.scheduled():
+                        await anyio.lowlevel.checkpoint()
+                    scope.deadline = anyio.current_time() + 0.001
+                assert scope.cancelled_caught
             else:
                 ends: list[type[BaseException]] = []
 

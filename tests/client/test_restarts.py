@@ -13,6 +13,7 @@ from engines import misbehaving, toy
 from anyengine import (
     ClientState,
     EmbeddedEngine,
+    EngineAsleepError,
     EngineClient,
     EngineCoreClient,
     EngineDeadError,
@@ -169,14 +170,27 @@ async def test_a_client_that_is_left_in_the_middle_of_a_restart_leaves_nothing(m
         assert client.state is ClientState.CLOSED
 
 
-async def test_a_paused_client_whose_engine_is_started_again_is_ready() -> None:
+async def test_a_pause_outlives_the_engine_that_was_paused() -> None:
+    """The new one knows of no pause, and says so; this client lets nothing through before it is told to."""
+    policy = RestartPolicy(backoff_s=0.01, in_flight="replay")
     with anyio.fail_after(30):
-        async with EngineClient(engine=toy(), restart=SOON) as client:
-            await client.pause_generation(mode="keep")
-            os.kill(pid_of(client.core), signal.SIGKILL)
-            await until(client, RankState.RESTARTING)
+        async with EngineClient(engine=toy(step_delay_s=0.005), restart=policy) as client:
+            greedy = SamplingParams(max_tokens=200, temperature=0)
+            async with client.generate([7], greedy) as stream:
+                received = list((await anext(stream)).token_ids)
+                await client.pause_generation(mode="keep")
+                os.kill(pid_of(client.core), signal.SIGKILL)
+                await until(client, RankState.RESTARTING)
+                await until(client, RankState.READY)
+                assert client.state is ClientState.READY
+                with pytest.raises(EngineAsleepError):
+                    await tokens(client, [9])
+                assert client.core.session.connection.requests.live == {}
+                await client.resume_generation()
+                async for output in stream:
+                    received += output.token_ids
+            assert received == expected_tokens([7], 200)
             assert await tokens(client, [9]) == expected_tokens([9], 5)
-            assert client.state is ClientState.READY
 
 
 async def test_a_hung_engine_is_started_again() -> None:

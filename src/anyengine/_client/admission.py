@@ -125,6 +125,7 @@ class Admission:
         """Let them in again. Synchronous, idempotent."""
         self._closed = None
         self.look()
+        self._session.restarts.look()
 
     # ---------------------------------------------------------------------- tickets
 
@@ -136,7 +137,7 @@ class Admission:
     @property
     def num_outstanding(self) -> int:
         """Sequences that were let in and have not ended."""
-        return self._preparing_seqs + len(self._session.connection.requests)
+        return self._preparing_seqs + len(self._session.connection.requests) + self._session.sent_again
 
     def ticket(self, label: str | None, *, num_seqs: int = 1, size_bytes: int = 0, nowait: bool = False) -> Ticket:
         """A ticket for one request of ``num_seqs`` sequences, of about this size."""
@@ -220,7 +221,7 @@ class Admission:
         bars: Callable[[Ticket, int], Reason | None],
         num_tokens: int,
     ) -> None:
-        self._session.check_usable()
+        self._check()
         reason = bars(ticket, num_tokens)
         if (reason is None and not queue) or ticket.aborted:
             return
@@ -229,7 +230,7 @@ class Admission:
         queue[ticket] = None
         try:
             while not ticket.aborted:
-                self._session.check_usable()
+                self._check()
                 reason = bars(ticket, num_tokens)
                 if reason is None and next(iter(queue)) is ticket:
                     return
@@ -239,6 +240,10 @@ class Admission:
         finally:
             del queue[ticket]
             self.look()
+
+    def _check(self) -> None:
+        self._session.check_usable()
+        self._session.check_admitting()
 
     def _may_wait(self, ticket: Ticket, reason: Reason) -> bool:
         if ticket.nowait:

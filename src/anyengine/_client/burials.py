@@ -161,6 +161,7 @@ class Burials:
             _logger.error("engine %d is lost, %d of %d go on: %s", rank, len(serving), len(session.ranks), death)
             self.ended[rank].set()
             session.send_budget.wake()
+            session.restarts.look()
 
     def exhume(self, rank: int) -> None:
         """The rank has been started again, and is as good as new."""

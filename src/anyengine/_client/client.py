@@ -19,9 +19,10 @@ from anyengine.config import EmbeddedEngine, EngineSettings
 from anyengine.exceptions import ClientClosedError, EngineDeadError
 from anyengine.outputs import PoolingOutput
 from anyengine.params import PoolingParams, SamplingParams
-from anyengine.policies import RestartPolicy
+from anyengine.policies import RestartPolicy, RetryPolicy
 
 from .admission import AdmissionSettings
+from .closing import ShutdownReport
 from .core_client import EngineCoreClient
 from .deadlines import time_limits
 from .engine_limits import common_limits
@@ -52,10 +53,12 @@ class EngineClient(RequestControl, EngineOperations):
         model: what the embedded engine serves: an alias, a local directory, a GGUF file or a Hub id. ``None``: the
             default model, SmolLM2-135M-Instruct.
         engine: a fully described engine instead of ``model``, or several: the data-parallel ranks of one client.
-        startup_timeout_s, shutdown_grace_s, liveness_timeout_s, max_unread_bytes, on_death, on_progress,
-            on_notification: see :class:`EngineCoreClient`.
+        startup_timeout_s, shutdown_grace_s, drain_timeout_s, liveness_timeout_s, max_unread_bytes, on_death,
+            on_progress, on_notification: see :class:`EngineCoreClient`.
         restart: start an engine again that dies once it was ready, and what becomes of the requests meanwhile.
             ``None``: its death is final.
+        retries: send a request again that failed before its first token with an error that says ``retryable``.
+            ``None``: nothing is sent twice.
         max_num_queued_reqs: how many sequences may be in flight or on their way there; ``None``: no limit.
         max_num_queued_tokens: how many prompt tokens may wait for their first output; ``None``: no limit. A longer
             prompt is taken when no other one waits.
@@ -70,6 +73,7 @@ class EngineClient(RequestControl, EngineOperations):
         engine: EngineSettings | Sequence[EngineSettings] | None = None,
         startup_timeout_s: float | None = None,
         shutdown_grace_s: float | None = None,
+        drain_timeout_s: float = 0.0,
         liveness_timeout_s: float | None = 300.0,
         max_unread_bytes: int = 256 << 20,
         max_num_queued_reqs: int | None = None,
@@ -79,6 +83,7 @@ class EngineClient(RequestControl, EngineOperations):
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
         restart: RestartPolicy | None = None,
+        retries: RetryPolicy | None = None,
     ) -> None:
         named: object = model
         if named is not None and not isinstance(named, str):
@@ -93,6 +98,7 @@ class EngineClient(RequestControl, EngineOperations):
             engine,
             startup_timeout_s=startup_timeout_s,
             shutdown_grace_s=shutdown_grace_s,
+            drain_timeout_s=drain_timeout_s,
             liveness_timeout_s=liveness_timeout_s,
             max_unread_bytes=max_unread_bytes,
             on_death=on_death,
@@ -100,6 +106,9 @@ class EngineClient(RequestControl, EngineOperations):
             on_notification=on_notification,
             restart=restart,
         )
+        if retries is not None and not isinstance(retries, RetryPolicy):
+            raise ValueError(f"retries={retries!r} must be a RetryPolicy, or None for no retries")
+        self._retries = retries
         self._admission = AdmissionSettings(max_num_queued_reqs, max_num_queued_tokens, admission)
         self._context: AbstractAsyncContextManager[None] | None = None
         self._desk: RequestDesk | None = None
@@ -135,7 +144,7 @@ class EngineClient(RequestControl, EngineOperations):
         async with self._core:
             session = self._core.session
             session.in_order = True
-            self._desk = desk = RequestDesk(self._core, self._admission)
+            self._desk = desk = RequestDesk(self._core, self._admission, self._retries)
             with closing(desk.dropped):
                 try:
                     session.tasks.start_soon(desk.feed_streams)
@@ -144,12 +153,30 @@ class EngineClient(RequestControl, EngineOperations):
                     files = await load_model_files(self._core.model_dir, text=not self._core.skips_text)
                     desk.open(RequestBuilder(files, common_limits(session), wire_id_prefix=os.urandom(4).hex()))
                     yield
+                    await session.closing.drain()
                 finally:
                     desk.close()
 
     @property
     def _caller(self) -> EngineCoreClient:
         return self._core
+
+    async def aclose(self, *, drain_timeout_s: float | None = None) -> None:
+        """Close before the block is left; see :meth:`EngineCoreClient.aclose`. Consumers get what is left of their
+        output, or a last item with ``finish_reason="abort"``, before this returns.
+
+        Raises:
+            ClientClosedError: the client has not been entered.
+            WrongLoopError: called from another thread than the one that entered it.
+
+        Cancellation: what is in flight is aborted at once, and the engines are stopped before it propagates.
+        """
+        await self._core.session.closing.close(drain_timeout_s, self._entered_desk().close)
+
+    @property
+    def shutdown_report(self) -> ShutdownReport | None:
+        """How the last block ended, or its start failed; ``None`` inside a block, and before the first."""
+        return self._core.shutdown_report
 
     def _entered_desk(self) -> RequestDesk:
         if self._desk is None:

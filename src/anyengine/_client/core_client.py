@@ -30,6 +30,7 @@ from anyengine.exceptions import (
 )
 from anyengine.policies import RestartPolicy
 
+from .closing import ShutdownReport
 from .engine_info import EngineInfo
 from .events import ClientEvents, EventLog
 from .lifecycle import open_session
@@ -56,6 +57,8 @@ class EngineCoreClient(EngineInfo):
             variable ``VLLM_ENGINE_READY_TIMEOUT_S`` says.
         shutdown_grace_s: how long it may take to stop after SIGTERM, before SIGKILL. ``None``: 5 s, and 20 s for vLLM,
             which has workers to end, besides its own ``shutdown_timeout``. Engines that were joined live on.
+        drain_timeout_s: how long requests in flight may go on when the block ends normally, before they are aborted;
+            new ones are refused meanwhile. Leaving by an exception, or cancelled, does not wait.
         liveness_timeout_s: how long an engine's main loop may leave a call unanswered, in a step of its work for one,
             before it is given up as stuck. ``None``: for ever.
         max_unread_bytes: how much may be on its way to one engine: sent, and not known to have been read. Beyond it,
@@ -74,6 +77,7 @@ class EngineCoreClient(EngineInfo):
         *,
         startup_timeout_s: float | None = None,
         shutdown_grace_s: float | None = None,
+        drain_timeout_s: float = 0.0,
         liveness_timeout_s: float | None = 300.0,
         max_unread_bytes: int = 256 << 20,
         on_death: Literal["report", "cancel"] = "report",
@@ -85,6 +89,7 @@ class EngineCoreClient(EngineInfo):
             engine,
             startup_timeout_s=startup_timeout_s,
             shutdown_grace_s=shutdown_grace_s,
+            drain_timeout_s=drain_timeout_s,
             liveness_timeout_s=liveness_timeout_s,
             max_unread_bytes=max_unread_bytes,
             on_death=on_death,
@@ -98,6 +103,7 @@ class EngineCoreClient(EngineInfo):
         self._thread_id: int | None = None  # of the block, or the last one
         self._batch = BatchConsumer()
         self._session: Session | None = None
+        self._shutdown_report: ShutdownReport | None = None
         self._context: AbstractAsyncContextManager[Session] | None = None
 
     async def __aenter__(self) -> Self:
@@ -110,7 +116,8 @@ class EngineCoreClient(EngineInfo):
         """
         if self._context is not None:
             raise RuntimeError("this client is in use already; make another one for another block")
-        self._context = context = open_session(self._settings, self.life)
+        self._shutdown_report = None
+        self._context = context = open_session(self._settings, self.life, self._note_report)
         self._thread_id = threading.get_ident()
         self.life.begin(engine_ranks(self._settings.engines))
         try:
@@ -126,9 +133,29 @@ class EngineCoreClient(EngineInfo):
     ) -> bool | None:
         context, self._context = self._context, None
         assert context is not None
-        if self._session is not None:  # an engine that is not ours lives on, and must not go on with them
-            self.abort([*self._session.connection.requests.live])
         return await context.__aexit__(exc_type, exc, traceback)  # noqa: ASYNC102 - the session shields what must not be cut
+
+    def _note_report(self, report: ShutdownReport) -> None:
+        self._shutdown_report = report
+
+    @property
+    def shutdown_report(self) -> ShutdownReport | None:
+        """How the last block ended, or its start failed; ``None`` inside a block, and before the first."""
+        return self._shutdown_report
+
+    async def aclose(self, *, drain_timeout_s: float | None = None) -> None:
+        """Close before the block is left, from any of its tasks: no new requests are taken, those in flight finish
+        within ``drain_timeout_s`` (by default: the client's own) or are aborted, the engines are stopped. The block
+        goes on, and calls raise :class:`ClientClosedError`; leaving it frees the rest. Idempotent.
+
+        Raises:
+            ClientClosedError: the client has not been entered.
+            WrongLoopError: called from another thread than the one that entered it.
+
+        Cancellation: what is in flight is aborted at once, and the engines are stopped before it propagates.
+        """
+        session = self.session
+        await session.closing.close(drain_timeout_s, session.close)
 
     # ------------------------------------------------------------------ requests
 
@@ -148,6 +175,7 @@ class EngineCoreClient(EngineInfo):
             LocalProtocolError: the request id is alive already, or was aborted (use each id once).
         """
         session = self.usable_session()
+        session.check_admitting()
         connection = session.connection
         wanted, named = (request.data_parallel_rank, "data_parallel_rank") if rank is None else (rank, "rank")
         while True:
@@ -214,8 +242,7 @@ class EngineCoreClient(EngineInfo):
         Raises:
             EngineDeadError: after everything that was received before the end; again on every further call.
 
-        Cancellation: loses nothing by a cancel scope; a native ``Task.cancel()`` may lose the one batch that was just
-        being handed to the task.
+        Cancellation: loses nothing.
         """
         session = self.session
         if session.cause is None:

@@ -18,7 +18,7 @@ from anyengine._protocol import EngineLimits
 from anyengine._text import ModelFacts
 from anyengine._transport.abc import PeerUnreachable
 from anyengine._wire import EngineCoreReadyResponse, engine_identity, newer_than_known
-from anyengine.config import CommandEngine, EmbeddedEngine, EngineSettings, VLLMEngine
+from anyengine.config import CommandEngine, EmbeddedEngine, EngineSettings, InMemoryEngine, VLLMEngine
 
 if TYPE_CHECKING:
     from .session import Session
@@ -99,7 +99,7 @@ def limits_of(
 
 
 def _is_vllm(engine: EngineSettings) -> bool:
-    return not isinstance(engine, EmbeddedEngine | CommandEngine)
+    return not isinstance(engine, EmbeddedEngine | CommandEngine | InMemoryEngine)
 
 
 def _facts_of(model_dir: str) -> ModelFacts | None:

@@ -54,9 +54,9 @@ class BatchConsumer:
     async def receive(self, session: Session, abort: Callable[[str], object]) -> EngineCoreOutputs:
         """See :meth:`EngineCoreClient.receive_outputs`; ``abort`` aborts a request by its wire id."""
         try:
-            while isinstance(item := await session.stream.receive(), FencePassed):
+            while isinstance(item := await session.feed.receive(), FencePassed):
                 session.fences.passed(item.rank, item.number)
-        except (anyio.EndOfStream, anyio.ClosedResourceError):
+        except anyio.EndOfStream:
             assert session.cause is not None
             raise session.cause.for_waiter() from None
         if isinstance(item, EngineDeadError):

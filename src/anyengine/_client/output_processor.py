@@ -1,4 +1,4 @@
-"""The output processor: takes what a session's stream brings, in the order received, and feeds the merge buffers.
+"""The output processor: takes what a session's feed brings, in the order received, and feeds the merge buffers.
 
 Owns the pace: it works in slices, of little time and few rows, and lets other tasks run in between, so that one large
 batch holds up nobody. What is left of a batch is kept here, so an interruption between two slices loses nothing.
@@ -20,7 +20,7 @@ from anyengine.exceptions import EngineDeadError, OutputProcessingError
 from .burials import RankDeath
 from .core_client import EngineCoreClient
 from .fences import FencePassed
-from .request_state import RequestState
+from .resubmission import state_of
 from .session import SessionItem
 
 __all__ = ["OutputProcessor"]
@@ -45,14 +45,14 @@ class OutputProcessor:
 
     async def run(self) -> None:
         """Process until the session ends, whose cause goes to ``on_end``, behind everything else."""
-        stream = self._session.stream
+        feed = self._session.feed
         while True:
             self._rows_done = 0
             if self._rest:
                 await anyio.lowlevel.checkpoint()
             else:
                 try:
-                    self.take(await stream.receive())
+                    self.take(await feed.receive())
                 except anyio.EndOfStream:
                     return
             self._work_for_a_slice()
@@ -63,14 +63,14 @@ class OutputProcessor:
             self._dispatch_chunk()
         while True:
             try:
-                self.take(self._session.stream.receive_nowait())
-            except (anyio.WouldBlock, anyio.EndOfStream, anyio.ClosedResourceError):
+                self.take(self._session.feed.receive_nowait())
+            except (anyio.WouldBlock, anyio.EndOfStream):
                 break
             while self._rest:
                 self._dispatch_chunk()
 
     def take(self, item: SessionItem) -> None:
-        """Process one item of the session's stream, or begin with it."""
+        """Process one item of the session's feed, or begin with it."""
         session = self._session
         if isinstance(item, OutputBatch):
             if len(item.outputs) <= _CHUNK_ROWS:
@@ -91,14 +91,14 @@ class OutputProcessor:
             session.fences.passed(item.rank, item.number)
 
     def _work_for_a_slice(self) -> None:
-        stream = self._session.stream
+        feed = self._session.feed
         slice_end_s = time.perf_counter() + _SLICE_S
         while self._rows_done < _SLICE_ROWS and time.perf_counter() < slice_end_s:
             if self._rest:
                 self._dispatch_chunk()
                 continue
             try:
-                self.take(stream.receive_nowait())
+                self.take(feed.receive_nowait())
             except (anyio.WouldBlock, anyio.EndOfStream):
                 break
 
@@ -115,12 +115,13 @@ class OutputProcessor:
         session, requests = self._session, self._session.connection.requests
         for entry, exc in requests.dispatch(rows):
             self._core.abort([entry.request_id])
-            assert isinstance(entry.consumer, RequestState)
+            state = state_of(entry.consumer)
+            assert state is not None
             error = OutputProcessingError(
-                f"cannot take an output of request {entry.request_id!r}: {exc!r}", request_id=entry.consumer.label
+                f"cannot take an output of request {entry.request_id!r}: {exc!r}", request_id=state.label
             )
             error.__cause__ = exc
-            entry.consumer.fail(error)
+            state.fail(error)
         if requests.moved:  # nothing of this concerns a token in the middle of its stream
             requests.moved = False
             session.fences.look_at_late_outputs()

@@ -48,6 +48,7 @@ async def encode_once(
     if state.error is not None:
         raise state.error.for_waiter()
     if state.data is None:
+        desk.check_usable()  # if it is the client that has ended, that is the reason
         raise RequestFailed(
             f"request {state.label!r} was aborted before it had a result", code="aborted", request_id=state.label
         )

@@ -23,6 +23,7 @@ from anyengine.exceptions import (
 )
 from anyengine.outputs import TokenDecoder
 from anyengine.params import PoolingParams, SamplingParams
+from anyengine.policies import RetryPolicy
 
 from .admission import Admission, AdmissionSettings, Ticket
 from .core_client import EngineCoreClient
@@ -37,6 +38,7 @@ from .refusals import in_users_words
 from .request_builder import RequestBuilder
 from .request_fields import RequestFields
 from .request_state import PooledRequestState, RequestState
+from .resubmission import Resubmissions, state_of
 from .scores import ScoredRequestState, wants_scores
 from .wakeup import make_parker
 
@@ -47,7 +49,9 @@ class RequestDesk:
     """See the module. Lifetime: one session. Owning tasks: the session's, which run :meth:`feed_streams`,
     :meth:`abort_dropped` and the timer of :attr:`deadlines`."""
 
-    def __init__(self, core: EngineCoreClient, admission: AdmissionSettings) -> None:
+    def __init__(
+        self, core: EngineCoreClient, admission: AdmissionSettings, retries: RetryPolicy | None = None
+    ) -> None:
         self._core = core
         self._session = core.session
         self._builder: RequestBuilder | None = None
@@ -56,6 +60,7 @@ class RequestDesk:
         self.dropped: DroppedRequests = DroppedRequests()
         self.deadlines: Deadlines = Deadlines(self._expire)
         self.admission: Admission = Admission(self._session, admission)
+        self.resubmissions: Resubmissions = Resubmissions(core, self.admission, retries)
         self.request_timeouts: int = 0
         self._ends_awaited = 0
         self._ends = anyio.Event()
@@ -124,6 +129,14 @@ class RequestDesk:
         await self.admission.clear(ticket, length)
         return prepared
 
+    def check_usable(self) -> None:
+        """Raise why nothing can be asked of the client any more, if so.
+
+        Raises:
+            EngineDeadError: the engine died, or the client is closed.
+        """
+        self._core.usable_session()
+
     def forget_adapter(self, lora_id: int) -> None:
         """The engine is told to unload it."""
         self._readiness.forget(lora_id)
@@ -149,7 +162,7 @@ class RequestDesk:
         timed = timeouts is not None and timeouts.needs_tokens_timed
         state = _make_state(request.request_id, request.external_req_id, params, length, timed=timed)
         with in_users_words(state.label):
-            state.rank = self._core.add(request, state)
+            state.rank = self.resubmissions.send(request, state)
         self.builder.note_sent(request)
         if timeouts is not None:
             self.deadlines.watch(state, timeouts, started_s)
@@ -169,12 +182,12 @@ class RequestDesk:
     def abort(self, states: Sequence[RequestState]) -> tuple[str, ...]:
         """Abort requests in the engine and give their consumers the final item; the wire ids of those that were alive.
         Synchronous."""
-        return self._core.abort([state.wire_id for state in states])
+        return self._core.abort([state.wire_id for state in states]) + self.resubmissions.withdraw(states)
 
     def live(self) -> list[RequestState]:
         """The requests that have not ended."""
         consumers = [entry.consumer for entry in self._session.connection.requests.live.values()]
-        return [state for state in consumers if isinstance(state, RequestState)]
+        return [*filter(None, map(state_of, consumers)), *self.resubmissions.waiting()]
 
     async def wait_ended(self, states: Sequence[RequestState], patience: Patience) -> None:
         """Wait until all of ``states`` have ended.
@@ -243,6 +256,7 @@ class RequestDesk:
                 for state in states:
                     state.fail(cause)
             self.abort(states)
+        self.resubmissions.end(cause)
         session.connection.requests.fail_all(cause)
         session.connection.utilities.fail_all(cause)
         session.told_everyone()

@@ -26,6 +26,7 @@ class RequestState:
 
     __slots__ = (
         "abort_expected",
+        "attempts",
         "error",
         "finish_reason",
         "label",
@@ -41,6 +42,8 @@ class RequestState:
         self.rank = 0
         """The rank that runs it."""
         self.wire_id = wire_id
+        self.attempts = 1
+        """How often the request has been sent."""
         self.label = label
         self.parker = parker
         self.token_ids: list[int] | None = None

@@ -88,8 +88,14 @@ class RequestStream:
         return None if self._state is None else self._state.rank
 
     @property
+    def attempts(self) -> int:
+        """How often the request has been sent: more than once after a retry or a replay."""
+        return 0 if self._state is None else self._state.attempts
+
+    @property
     def wire_id(self) -> str | None:
-        """Its id on the wire, which no other request has; ``None`` before the request is sent."""
+        """Its id on the wire, which no other request has, and which a retry or a replay changes; ``None`` before the
+        request is sent."""
         return None if self._state is None else self._state.wire_id
 
     @property

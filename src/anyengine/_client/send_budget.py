@@ -91,9 +91,9 @@ class SendBudget:
             self.wake()
 
     def forget(self, rank: int) -> None:
-        """The engine of ``rank`` is another one now."""
-        self._accounts[rank] = _Account()
-        self._session.connection.requests.read_bytes.pop(rank, None)
+        """The engine of ``rank`` is another one now: what the former one was sent is on its way no more."""
+        account = self._accounts[rank]
+        account.read_bytes, account.asking = account.sent_bytes, False
 
     def wake(self) -> None:
         """There may be room, or ranks have died, or the session has ended: whoever waits looks again."""

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import anyio
@@ -29,6 +31,7 @@ from anyengine.config import (
     EngineSettings,
     InheritedEngine,
     InMemoryEngine,
+    LaunchedEngine,
     RemoteEngine,
     RunningEngine,
 )
@@ -89,6 +92,7 @@ async def start_engines(session: Session) -> None:
         refuse_waves(session)
         prefix = int.from_bytes(os.urandom(4)) >> 1
         session.connection = Connection(handshake.dialects, call_id_prefix=prefix, on_mode=session.life.confirmed)
+        session.connection.requests.on_idle = session.note_idle
         await session.tasks.start(session.own, session.drain_outputs)
         if isinstance(session.settings.engines[0], RunningEngine):
             unheard += session.ranks
@@ -158,9 +162,10 @@ def start_engine(session: Session, rank: int) -> None:
     engine = session.settings.engine_of(rank)
     assert not isinstance(engine, AttachedEngine)
     child: Child
-    if isinstance(engine, InMemoryEngine):
+    if session.settings.in_memory:
         child = _task_child(session, rank, engine)
     else:
+        assert not isinstance(engine, InMemoryEngine)
         assert session.endpoints.handshake_address is not None
         child = launch_engine(engine, handshake_address=session.endpoints.handshake_address, rank=rank)
     try:
@@ -172,13 +177,19 @@ def start_engine(session: Session, rank: int) -> None:
     session.take_over(supervised)
 
 
-def _task_child(session: Session, rank: int, engine: InMemoryEngine) -> TaskChild:
+def _task_child(session: Session, rank: int, engine: LaunchedEngine | InMemoryEngine) -> TaskChild:
     endpoints = session.endpoints
     assert isinstance(endpoints, MemoryEndpoints)
+    run: Callable[[MemoryLink, int, TaskHost], Awaitable[None]]
+    if isinstance(engine, InMemoryEngine):
+        run = engine.serve
+    else:
+        # Found by name, as `python -m anyengine.engine` finds its process: the client does not import engines.
+        run = partial(import_module("anyengine.engine.in_process").serve_in_thread, engine)
 
     async def serve(host: TaskHost) -> None:
         with MemoryLink(endpoints, engine_identity(rank)) as link:
-            await engine.serve(link, rank, host)
+            await run(link, rank, host)
 
     return TaskChild(serve)
 

@@ -8,6 +8,7 @@ from .handshake import EngineHandshake, FrontendHandshake, HandshakeStage
 from .life import Life
 from .life_events import ClientEvent, ClientState, CurrentState, RankChanged, RankState, StateChanged
 from .registrations import merge_registrations
+from .replays import continued, why_not_replayed
 from .requests import OutputConsumer, RequestEntry, RequestRegistry
 from .restarts import Restart, RestartBudget
 from .utilities import PendingCall, UtilityRegistry
@@ -44,7 +45,9 @@ __all__ = [
     "check_prompt_length",
     "check_token_ids",
     "checked_ids",
+    "continued",
     "merge_registrations",
     "num_prompt_tokens",
     "output_budget",
+    "why_not_replayed",
 ]

@@ -7,7 +7,7 @@ go with it. Pure: consumers are objects with three synchronous methods; nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -91,6 +91,8 @@ class RequestRegistry:
     """Prompt tokens of the requests that have had no output yet."""
     read_bytes: dict[int, int] = field(default_factory=dict)
     """How much of what it was sent a rank has read for certain, by what it has answered."""
+    on_idle: Callable[[], None] | None = None
+    """Called when the last live request has left."""
 
     def __len__(self) -> int:
         return len(self.live)
@@ -120,6 +122,8 @@ class RequestRegistry:
             self._leave(entry)
             if aborted:
                 self.aborts.note(request_id, entry.rank)
+            if not self.live and self.on_idle is not None:
+                self.on_idle()
         return entry
 
     def dispatch(self, outputs: Sequence[EngineCoreOutput]) -> list[tuple[RequestEntry, Exception]]:
