@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ._client.core_client import EngineCoreClient
     from ._client.events import ClientEvents
     from ._client.health import ClientHealth, HealthLevel, RankHealth
+    from ._client.many import RequestGroup
     from ._client.operations import PauseMode
     from ._client.prompts import EmbedsPrompt, Prompt
     from ._client.request_stream import RequestStream
@@ -163,6 +164,7 @@ __all__ = [
     "RepetitionDetectionParams",
     "RequestError",
     "RequestFailed",
+    "RequestGroup",
     "RequestOutput",
     "RequestRejected",
     "RequestStream",
@@ -196,6 +198,7 @@ _HOMES = {
         "_client.health": ("ClientHealth", "HealthLevel", "RankHealth"),
         "_client.operations": ("PauseMode",),
         "_client.prompts": ("EmbedsPrompt", "Prompt"),
+        "_client.many": ("RequestGroup",),
         "_client.request_stream": ("RequestStream",),
         "_protocol": (
             "ClientEvent",
