@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ._client.client import EngineClient
     from ._client.closing import KilledProcess, ShutdownReport
     from ._client.core_client import EngineCoreClient
+    from ._client.debugging import DebugSnapshot
     from ._client.events import ClientEvents
     from ._client.health import ClientHealth, HealthLevel, RankHealth
     from ._client.many import RequestGroup
@@ -112,6 +113,7 @@ __all__ = [
     "ClientState",
     "CommandEngine",
     "CurrentState",
+    "DebugSnapshot",
     "DecodeError",
     "DrainTimeout",
     "EEPNotification",
@@ -194,6 +196,7 @@ _HOMES = {
         "_client.client": ("EngineClient",),
         "_client.closing": ("KilledProcess", "ShutdownReport"),
         "_client.core_client": ("EngineCoreClient",),
+        "_client.debugging": ("DebugSnapshot",),
         "_client.events": ("ClientEvents",),
         "_client.health": ("ClientHealth", "HealthLevel", "RankHealth"),
         "_client.operations": ("PauseMode",),
