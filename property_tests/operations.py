@@ -122,7 +122,7 @@ async def encode(case: Case) -> None:
 async def abort(case: Case) -> None:
     stream = await case.client.submit([1], LONG, request_id="doomed")
     try:
-        assert await case.client.abort(["doomed", "nobody's"]) == 1
+        assert await case.client.abort(["doomed", "nobody's"]) == (stream.wire_id,)
         assert [out.finish_reason async for out in stream][-1] == "abort"
     finally:
         stream.close_nowait()

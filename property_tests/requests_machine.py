@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from anyengine._client.request_state import RequestState
-from anyengine._protocol import RequestRegistry
-from anyengine._protocol import requests as requests_module
+from anyengine._protocol import RequestRegistry, aborts
 from anyengine._wire import EngineCoreOutput
 from anyengine.exceptions import EngineDeadError, LocalProtocolError, RequestFailed
 from counted_machine import CountedMachine
@@ -57,7 +56,7 @@ class RequestsMachine(CountedMachine):
 
     @initialize()
     def begin(self) -> None:
-        self._remembered, requests_module._REMEMBERED = requests_module._REMEMBERED, REMEMBERED
+        self._remembered, aborts._REMEMBERED = aborts._REMEMBERED, REMEMBERED
         self.registry = RequestRegistry()
         self.live: dict[str, Request] = {}
         self.past: list[Request] = []
@@ -68,7 +67,7 @@ class RequestsMachine(CountedMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "registry"):
-            requests_module._REMEMBERED = self._remembered
+            aborts._REMEMBERED = self._remembered
 
     # ------------------------------------------------------------------ commands
 
@@ -170,7 +169,7 @@ class RequestsMachine(CountedMachine):
     def the_registry_holds_what_the_model_holds(self) -> None:
         assert self.registry.live.keys() == self.live.keys()
         assert self.registry.late_outputs == self.late
-        assert len(self.registry._aborted) + len(self.registry._aborted_before) <= 2 * REMEMBERED
+        assert len(self.registry.aborts) <= 2 * REMEMBERED
 
     @invariant()
     def nothing_is_lost_doubled_or_reordered(self) -> None:

@@ -43,8 +43,11 @@ def blocking_guard() -> Iterator[BlockBuster]:
         function.can_block_in("subprocess.py", {"_execute_child"})
         # A client has a few local files and pipes at its start and its end; it cleans up synchronously on purpose.
         function.can_block_in("_transport/endpoints.py", {"_make_private_directory", "__exit__", "__enter__"})
+        function.can_block_in("anyengine/_owned_directories.py", {"__init__", "remove", "remove_leftovers"})
         function.can_block_in("_process/child.py", {"__init__", "reap", "_pump_lines"})
         function.can_block_in("_process/launch.py", {"_launch_vllm"})
+        function.can_block_in("engine/in_process.py", {"close"})  # joins a thread that has said its last word
+        function.can_block_in("_process/orphans.py", {"_members", "_runs", "_kill_member"})  # /proc is memory
         # A scripted engine in memory takes what a process takes; the log of one is for a test to read.
         function.can_block_in("scripted/in_memory.py", {"serve_in_memory", "_perform"})
         function.can_block_in("scripted/records.py", {"read_records"})

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ._client.client import EngineClient
+    from ._client.closing import KilledProcess, ShutdownReport
     from ._client.core_client import EngineCoreClient
     from ._client.events import ClientEvents
     from ._client.health import ClientHealth, HealthLevel, RankHealth
@@ -133,6 +134,7 @@ __all__ = [
     "FlatLogprobs",
     "HealthLevel",
     "InheritedEngine",
+    "KilledProcess",
     "KvHintAction",
     "KvHintsEnvelope",
     "LateChunkingParams",
@@ -169,6 +171,7 @@ __all__ = [
     "RetryPolicy",
     "RunningEngine",
     "SamplingParams",
+    "ShutdownReport",
     "StartupTimeout",
     "StateChanged",
     "Status",
@@ -187,6 +190,7 @@ _HOMES = {
     name: module
     for module, names in {
         "_client.client": ("EngineClient",),
+        "_client.closing": ("KilledProcess", "ShutdownReport"),
         "_client.core_client": ("EngineCoreClient",),
         "_client.events": ("ClientEvents",),
         "_client.health": ("ClientHealth", "HealthLevel", "RankHealth"),

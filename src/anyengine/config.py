@@ -39,12 +39,14 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class EmbeddedEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """Our own engine core, made of torch and transformers, in a process of its own.
+    """Our own engine core, made of torch and transformers, in a process of its own (or a thread: ``in_process``).
 
     ``model`` is an alias (``"smollm2-135m"``), a local directory, a GGUF file or a Hub id. ``max_model_len`` is in
     tokens (prompt and output together; ``None``: what the model says, at most 8192). ``max_num_seqs`` bounds the
-    running batch; further requests wait in the engine. ``max_num_batched_tokens`` bounds the prompt tokens computed in
-    one step.
+    running batch; further requests wait in the engine. ``max_num_batched_tokens`` bounds the tokens, of prompts and
+    answers together, computed in one step. ``kv_cache_memory_bytes`` is what keys and values may take (``None``: what
+    the largest batch could need, at most a quarter of the free memory of a CPU, or most of a GPU's);
+    ``enable_prefix_caching`` lets requests use again what others have computed of the same beginning.
     """
 
     model: str = DEFAULT_MODEL
@@ -53,12 +55,18 @@ class EmbeddedEngine(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
     seed: int = 0
     num_threads: int | None = None
     runner: str = "transformers"
     """``"transformers"``, or ``"module:factory"`` of another model runner (tests use a torch-free toy)."""
     runner_options: dict[str, str | int | float | bool] = {}
     """Passed to the factory of a custom ``runner``."""
+    in_process: bool = False
+    """Whether the engine core runs in a thread of this process, for tests and notebooks: no interpreter to start, no
+    isolation. A thread cannot be killed: leaving the client waits until the present step, or the loading of the model,
+    is done."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
@@ -67,6 +75,11 @@ class EmbeddedEngine(msgspec.Struct, frozen=True, kw_only=True):
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(
                 f"max_model_len={self.max_model_len!r} must be at least 2 (one prompt and one output token)"
+            )
+        if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
+            raise ValueError(
+                f"kv_cache_memory_bytes={self.kv_cache_memory_bytes!r} must be at least 1, or None to size it by the "
+                f"free memory"
             )
         if self.num_threads is not None and self.num_threads < 1:
             raise ValueError(f"num_threads={self.num_threads!r} must be at least 1, or None for torch's own choice")

@@ -133,7 +133,8 @@ class EngineStartupError(_ProcessError):
 
 
 class StartupTimeout(EngineStartupError, TimeoutError):
-    """Start-up exceeded its deadline. ``stage_seconds`` maps each stage reached to the seconds spent in it."""
+    """Start-up exceeded its deadline. ``stage_seconds`` maps each stage reached to the seconds spent in it, of the rank
+    that the error names; ``stage_seconds_by_rank`` of all."""
 
     code = "startup_timeout"
     status = 504
@@ -141,6 +142,7 @@ class StartupTimeout(EngineStartupError, TimeoutError):
     def __init__(self, message: str, *, stage_seconds: dict[str, float] | None = None, **startup: Any) -> None:
         super().__init__(message, **startup)
         self.stage_seconds: dict[str, float] = stage_seconds or {}
+        self.stage_seconds_by_rank: dict[int, dict[str, float]] = {}
 
 
 class EngineDeadError(_ProcessError):
@@ -229,10 +231,14 @@ class RequestFailed(RequestError):
 
 
 class RequestTimeout(RequestError, TimeoutError):
-    """A per-request deadline passed; ``partial`` has the tokens so far."""
+    """A per-request deadline passed; ``partial`` has the tokens so far, ``limit`` the name of the argument."""
 
     code = "request_timeout"
     status = 504
+
+    def __init__(self, message: str, *, limit: str | None = None, **request: Any) -> None:
+        super().__init__(message, **request)
+        self.limit = limit
 
 
 class OutputProcessingError(RequestError):
@@ -250,14 +256,19 @@ class EngineAsleepError(RequestError):
 
 
 class OverloadedError(RequestError):
-    """An admission limit is reached. ``retry_after_s`` is a hint in seconds, or ``None``."""
+    """An admission limit is reached: ``reason`` is ``"requests"``, ``"tokens"`` (of prompts that wait),
+    ``"bytes"`` (that the engine has not read) or ``"restarting"`` (every engine is). ``retry_after_s`` is a hint in
+    seconds, or ``None``."""
 
     code = "overloaded"
     status = 429
     retryable = True
 
-    def __init__(self, message: str, *, retry_after_s: float | None = None, **request: Any) -> None:
+    def __init__(
+        self, message: str, *, reason: str | None = None, retry_after_s: float | None = None, **request: Any
+    ) -> None:
         super().__init__(message, **request)
+        self.reason = reason
         self.retry_after_s = retry_after_s
 
 

@@ -197,7 +197,8 @@ async def test_listening_on_a_network_is_warned_of(
     with anyio.fail_after(30), RemotePeers("serve") as peers:
         async with EngineClient(engine=RemoteEngine(**settings), on_progress=peers.joining) as client:
             assert await tokens(client, [1]) == [0, 7]
-    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    ours = [record for record in caplog.records if record.name.startswith("anyengine")]  # asyncio warns of slow tasks
+    warnings = [record.message for record in ours if record.levelname == "WARNING"]
     assert [("nothing is encrypted" in warning) for warning in warnings] == [True] * exposed
 
 
@@ -362,6 +363,8 @@ async def test_sockets_that_a_parent_has_bound(bound: list[tuple[socket.socket, 
             peers.processes[0].kill()
             assert (await client.wait_dead(3)).rank == 3
             assert await tokens(client, [1]) == [4, 7]
+        with pytest.raises(RuntimeError, match="good for one block"):  # the numbers may be somebody else's by now
+            await client.__aenter__()
 
 
 async def test_descriptors_that_are_no_sockets() -> None:

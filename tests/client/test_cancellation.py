@@ -26,8 +26,8 @@ from anyengine import (
     SamplingParams,
     WrongLoopError,
 )
+from anyengine._client.output_processor import OutputProcessor
 from anyengine._client.request_builder import RequestBuilder
-from anyengine._client.request_desk import RequestDesk
 from anyengine._transport.zmq_socket import ZmqSocket
 from anyengine.testing.pytest_plugin import BACKENDS
 
@@ -214,7 +214,7 @@ async def test_a_failure_of_our_own_reaches_every_consumer(monkeypatch: pytest.M
         async with EngineClient(engine=long_toy()) as client:
             stream = await client.submit([1], LONG)
             ledger = Ledger(monkeypatch)
-            monkeypatch.setattr(RequestDesk, "_take", broken)
+            monkeypatch.setattr(OutputProcessor, "take", broken)
             for _ in range(2):
                 with pytest.raises(ClientFailedError):
                     while True:
@@ -253,13 +253,13 @@ async def test_a_callback_that_raises_a_base_exception_leaves_no_process(stage: 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_ctrl_c_in_one_of_the_sessions_own_tasks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On trio KeyboardInterrupt strikes whatever task is running; it leaves the block plain."""
-    take = RequestDesk._take
+    take = OutputProcessor.take
 
     def interrupted(client: EngineClient, item: Any) -> None:
-        monkeypatch.setattr(RequestDesk, "_take", take)
+        monkeypatch.setattr(OutputProcessor, "take", take)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(RequestDesk, "_take", interrupted)
+    monkeypatch.setattr(OutputProcessor, "take", interrupted)
 
     async def main() -> None:
         with anyio.fail_after(30):

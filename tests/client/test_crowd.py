@@ -41,7 +41,7 @@ async def test_a_third_is_cancelled_and_the_rest_is_unchanged(tiny_model: Path) 
                     crowd[i] += out.token_ids
                     if i in victims and rng.random() < 0.8 and not out.finished:
                         scope.cancel()
-            aborted += stream._state is not None and not stream._state.ended
+            aborted += stream._completions is not None and bool(stream._completions.running())
 
     with anyio.fail_after(120):
         engine = EmbeddedEngine(model=str(tiny_model), max_num_seqs=32, num_threads=1)
@@ -56,13 +56,8 @@ async def test_a_third_is_cancelled_and_the_rest_is_unchanged(tiny_model: Path) 
             assert statistics["aborts_received"] == aborted
             assert aborted > NUM_STREAMS // 10
             assert statistics["num_running_requests"] + statistics["num_waiting_requests"] == 0
-            assert {k: v for k, v in client.statistics().items() if k not in ("late_outputs", "unread_bytes")} == {
-                "requests_in_flight": 0,
-                "utility_calls_in_flight": 0,
-                "late_utility_replies": 0,
-                "malformed_messages": 0,
-                "notification_failures": 0,
-            }
+            left = {k: v for k, v in client.statistics().items() if k not in ("late_outputs", "unread_bytes")}
+            assert left == dict.fromkeys(left, 0)
     for i, tokens in crowd.items():
         if i not in victims:
             assert len(tokens) == 32

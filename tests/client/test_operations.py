@@ -11,6 +11,7 @@ import pytest
 from engines import misbehaving, toy
 
 from anyengine import (
+    EngineAsleepError,
     EngineClient,
     LoRARequest,
     RequestFailed,
@@ -43,6 +44,9 @@ async def test_pause_abort_ends_every_stream_normally() -> None:
                     tokens += out.token_ids
                 assert out.finish_reason == "abort"
                 assert tokens == expected_tokens([n], len(tokens))
+            with pytest.raises(EngineAsleepError, match="is paused"):  # it is not even sent
+                [out async for out in client.generate([1], LONG)]
+            client._open_admission()  # as if another client had paused the engine
             with pytest.raises(RequestFailed) as caught:
                 [out async for out in client.generate([1], LONG)]
             assert (caught.value.code, caught.value.retryable) == ("engine_paused", True)

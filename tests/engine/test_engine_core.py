@@ -6,8 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from anyengine._wire import EngineCoreOutput, EngineCoreRequest, FinishReason, WireSamplingParams
+from anyengine._wire import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    WireRepetitionDetection,
+    WireSamplingParams,
+)
 from anyengine.config import EmbeddedEngine
 from anyengine.engine.core.engine_core import EngineCore
 from anyengine.engine.core.stopping import Stop, check_stop
@@ -15,6 +23,7 @@ from anyengine.engine.interfaces import SampledToken, ScheduledSequence, Sequenc
 from anyengine.testing.toy_runner import ToyOptions, ToyRunner, create_runner, expected_tokens
 
 PROMPT = [3, 1, 4, 1, 5]
+REPETITION = Stop(FinishReason.REPETITION, "repetition_detected")
 
 
 def core(runner: ToyRunner | None = None, **config: Any) -> EngineCore:
@@ -50,11 +59,39 @@ def finished(outputs: Sequence[EngineCoreOutput]) -> dict[str, int]:
         ([5], {"eos_token_id": 5, "min_tokens": 1, "max_tokens": 1}, Stop(FinishReason.STOP)),
         ([1, 2, 3], {"min_tokens": 9}, Stop(FinishReason.LENGTH)),  # max_model_len
         ([1, 2], {}, None),
+        ([7, 7], {"repetition_detection": WireRepetitionDetection(1, 1, 2)}, REPETITION),
+        ([7, 7], {"repetition_detection": WireRepetitionDetection(1, 0, 2)}, REPETITION),
+        (
+            [7, 7],
+            {"repetition_detection": WireRepetitionDetection(1, 1, 2), "max_tokens": 2},
+            Stop(FinishReason.LENGTH),
+        ),
+        ([7, 7], {"repetition_detection": WireRepetitionDetection(1, 1, 2), "min_tokens": 3}, None),
+        ([7, 7], {"repetition_detection": WireRepetitionDetection(1, 1, 3)}, None),
+        ([7, 7], {"repetition_detection": WireRepetitionDetection(0, 0, 0)}, None),
+        ([7, 8], {"repetition_detection": WireRepetitionDetection(5, 1, 2)}, None),
     ],
 )
 def test_stop_conditions(output: list[int], sampling: dict[str, Any], stop: Stop | None) -> None:
     seq = SequenceState("a", [0] * 7, WireSamplingParams(**sampling), output_token_ids=output)
     assert check_stop(seq, max_model_len=10) == stop
+
+
+@pytest.mark.feature("R30")
+@given(
+    tokens=st.lists(st.integers(0, 2), min_size=1, max_size=30),
+    sizes=st.tuples(st.integers(0, 8), st.integers(0, 8)),
+    count=st.integers(0, 5),
+)
+def test_repetitions_are_found_where_the_definition_says(tokens: list[int], sizes: tuple[int, int], count: int) -> None:
+    detection = WireRepetitionDetection(*sizes, count)
+    sampling = WireSamplingParams(max_tokens=99, repetition_detection=detection)
+    seq = SequenceState("a", [0], sampling, output_token_ids=tokens)
+    candidates = range(max(1, detection.min_pattern_size), detection.max_pattern_size + 1)
+    repeats = count >= 2 and any(
+        len(tokens) >= size * count and tokens[-size * count :] == tokens[-size:] * count for size in candidates
+    )
+    assert check_stop(seq, max_model_len=99) == (REPETITION if repeats else None)
 
 
 def test_generation_ends_at_max_model_len() -> None:
@@ -72,21 +109,20 @@ def test_an_abort_takes_its_unsent_error_along() -> None:
     assert run(engine) == []
 
 
-class SmallRunner(ToyRunner):
-    """Has room for so many sequences, and does not like some."""
+class PickyRunner(ToyRunner):
+    """Does not like some requests, and has no memory for others."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self) -> None:
         super().__init__(ToyOptions(), seed=0, max_model_len=64)
-        self.room = room
         self.held: set[str] = set()
 
     def start(self, seq: SequenceState) -> None:
-        if seq.sampling.logit_bias:
-            raise ValueError("logit_bias is not supported")
-        if len(self.held) >= self.room:
-            raise MemoryError("the cache is full")
         super().start(seq)
         self.held.add(seq.request_id)
+        if seq.sampling.logit_bias:
+            raise ValueError("logit_bias is not supported")
+        if seq.sampling.min_tokens:
+            raise MemoryError("the cache is full")
 
     def finish(self, request_id: str) -> None:
         super().finish(request_id)
@@ -97,34 +133,110 @@ class SmallRunner(ToyRunner):
         return super().step(scheduled)
 
 
-def test_a_request_that_the_runner_has_no_room_for_waits_its_turn() -> None:
-    runner = SmallRunner(room=2)
-    engine = core(runner)
+def small(num_kv_blocks: int, **config: Any) -> EngineCore:
+    """An engine with a cache of so many blocks of 4 tokens."""
+    options = ToyOptions(num_kv_blocks=num_kv_blocks, kv_block_tokens=4)
+    return core(ToyRunner(options, seed=0, max_model_len=16), **config)
+
+
+def tokens_of(outputs: Sequence[EngineCoreOutput], request_id: str) -> list[int]:
+    return [token for output in outputs if output.request_id == request_id for token in output.new_token_ids]
+
+
+def test_requests_that_the_cache_has_no_room_for_wait_their_turn() -> None:
+    engine = small(4)
     for name in ("a", "b", "c", "d"):
         add(engine, name, max_tokens=3)
     outputs = run(engine)
-    order = [output.request_id for output in outputs if output.finish_reason is not None]
-    assert order == ["a", "b", "c", "d"]
-    for name in order:
-        mine = [token for output in outputs if output.request_id == name for token in output.new_token_ids]
-        assert mine == expected_tokens(PROMPT, 3)
-    assert runner.held == set()
+    assert list(finished(outputs)) == ["a", "b", "c", "d"]
+    for name in "abcd":
+        assert tokens_of(outputs, name) == expected_tokens(PROMPT, 3)
 
 
-def test_a_request_that_never_fits_fails_alone() -> None:
-    engine = core(SmallRunner(room=0))
-    add(engine, "a")
+def test_a_full_cache_preempts_the_last_and_nobody_notices() -> None:
+    engine = small(4)
+    prompts = {"a": [1, 2, 3], "b": [4, 5, 6]}  # 12 tokens each at the end: 3 blocks, of which there are 4
+    for name, prompt in prompts.items():
+        add(engine, name, prompt, max_tokens=9)
+    outputs = run(engine)
+    for name, prompt in prompts.items():
+        assert tokens_of(outputs, name) == expected_tokens(prompt, 9)
+    assert engine.utility("get_engine_statistics", [])["num_preemptions"] >= 1
+    events = [[event.type for event in output.events or ()] for output in outputs if output.request_id == "b"]
+    assert events[0] == [1, 2]  # queued, scheduled
+    assert [3] in events[1:]
+    assert engine.scheduler_stats().kv_cache_usage == 0.0
+
+
+def test_a_pause_that_waits_waits_for_the_preempted_too() -> None:
+    engine = small(4)
+    add(engine, "a", [1, 2, 3], max_tokens=9)
+    add(engine, "b", [4, 5, 6], max_tokens=9)
+    while engine.scheduler_stats().num_running_reqs != 1:
+        engine.step()
+    paused = engine.utility("pause_scheduler", ["wait"])
+    add(engine, "new", [7], max_tokens=1)
+    assert finished(run(engine)) == {"a": FinishReason.LENGTH, "b": FinishReason.LENGTH}
+    assert paused.done()
+
+
+@pytest.mark.feature("R37")
+def test_a_beginning_is_computed_once_for_all_who_have_the_same_salt() -> None:
+    engine = core()
+    prompt = list(range(40))  # two full blocks of 16, and more
+
+    def ask(name: str, salt: str | None = None, **sampling: Any) -> tuple[int, int]:
+        sampling_params = WireSamplingParams(max_tokens=2, **sampling)
+        engine.add(EngineCoreRequest(name, prompt, sampling_params=sampling_params, cache_salt=salt))
+        outputs = run(engine)
+        assert tokens_of(outputs, name) == expected_tokens(prompt, 2)
+        stats = outputs[0].prefill_stats
+        assert stats is not None and stats.num_prompt_tokens == 40
+        return stats.num_computed_tokens, stats.num_cached_tokens
+
+    assert ask("first") == (40, 0)
+    assert ask("second") == (8, 32)
+    assert ask("salted", "pepper") == (40, 0)
+    assert ask("salted again", "pepper") == (8, 32)
+    assert ask("all of it", skip_reading_prefix_cache=True) == (40, 0)
+    stats = engine.scheduler_stats().prefix_cache_stats
+    assert stats is not None and (stats.requests, stats.queries, stats.hits) == (5, 200, 64)
+    assert engine.utility("reset_prefix_cache", []) is True
+    assert ask("after the reset") == (40, 0)
+
+
+def test_a_prefix_cache_is_not_reset_under_running_requests_unless_they_are_to_start_again() -> None:
+    engine = core()
+    add(engine, "a", list(range(20)), max_tokens=6)
+    outputs = [output for _, output in engine.step()]
+    assert engine.utility("reset_prefix_cache", []) is False
+    assert engine.utility("reset_prefix_cache", [True]) is True
+    assert engine.scheduler_stats().kv_cache_usage == 0.0
+    outputs += run(engine)
+    assert tokens_of(outputs, "a") == expected_tokens(list(range(20)), 6)
+
+
+def test_without_a_prefix_cache_everything_is_computed() -> None:
+    engine = core(enable_prefix_caching=False)
+    for name in "ab":
+        add(engine, name, list(range(40)), max_tokens=1)
+        (output,) = run(engine)
+        assert output.prefill_stats is not None and output.prefill_stats.num_computed_tokens == 40
+
+
+def test_a_request_that_there_is_no_memory_for_fails_alone() -> None:
+    runner = PickyRunner()
+    engine = core(runner)
+    add(engine, "a", min_tokens=1)
     (output,) = run(engine)
     assert output.error is not None
-    assert (output.error.code, output.error.message) == (
-        "out_of_memory",
-        "the cache is full",
-    )
+    assert (output.error.code, output.error.message) == ("out_of_memory", "the cache is full")
     assert not engine.has_work()
+    assert not runner.held
 
 
 def test_what_the_runner_refuses_fails_alone() -> None:
-    engine = core(SmallRunner(room=2))
+    engine = core(PickyRunner())
     add(engine, "odd", logit_bias={1: 1.0})
     add(engine, "a", max_tokens=2)
     outputs = run(engine)
@@ -134,8 +246,7 @@ def test_what_the_runner_refuses_fails_alone() -> None:
 
 
 def test_max_num_seqs_bounds_the_batch() -> None:
-    runner = SmallRunner(room=2)  # more than two at once would raise, and be seen as waiting in vain
-    engine = core(runner, max_num_seqs=2)
+    engine = core(max_num_seqs=2)
     for number in range(7):
         add(engine, f"r{number}", max_tokens=4)
     engine.step()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tiny_models import VOCAB_SIZE, advance, make_sequence, make_tiny_model, open_runner
+from tiny_models import VOCAB_SIZE, advance, give_blocks, make_sequence, make_tiny_model, open_runner
 
 from anyengine import _wire
 from anyengine.engine.interfaces import ModelRunner, SampledToken, ScheduledSequence, SequenceState
@@ -45,6 +45,8 @@ def unpacked(tensor: _wire.Tensor) -> torch.Tensor:
 
 def step(runner: ModelRunner, *seqs: SequenceState, chunk_tokens: int = 10**6) -> list[SampledToken | None]:
     chunks = [ScheduledSequence(seq, min(seq.num_tokens - seq.num_computed_tokens, chunk_tokens)) for seq in seqs]
+    for item in chunks:
+        give_blocks(runner, item.seq, item.seq.num_computed_tokens + item.num_new_tokens)
     tokens = runner.step(chunks)
     for item, token in zip(chunks, tokens, strict=True):
         item.seq.num_computed_tokens += item.num_new_tokens

@@ -10,7 +10,7 @@ import pytest
 from protocol_pieces import Consumer, nothing, output, request
 
 from anyengine._protocol import Connection, EngineLimits
-from anyengine._protocol.requests import _REMEMBERED
+from anyengine._protocol.aborts import _REMEMBERED
 from anyengine._wire import (
     DIALECTS,
     NEWEST,
@@ -347,12 +347,14 @@ def test_the_memory_of_aborted_ids_is_bounded() -> None:
     registry.open("first", 0, Consumer())
     registry.close("first", aborted=True)
     for i in range(_REMEMBERED - 1):
+        registry.open(f"r{i}", 0, Consumer())
         registry.close(f"r{i}", aborted=True)
     with pytest.raises(LocalProtocolError):
         registry.open("first", 0, Consumer())
     for i in range(10 * _REMEMBERED):
+        registry.open(f"s{i}", 0, Consumer())
         registry.close(f"s{i}", aborted=True)
-        assert len(registry._aborted) + len(registry._aborted_before) <= 2 * _REMEMBERED
+        assert len(registry.aborts) <= 2 * _REMEMBERED
     registry.open("first", 0, Consumer())
 
 

@@ -129,6 +129,18 @@ def silent(peer: Peer) -> None:
         time.sleep(60)
 
 
+def ignores_sigterm(peer: Peer) -> None:
+    """Is ready, and ends on nothing but SIGKILL; so does a child of its, whose process id it says on stderr."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if (pid := os.fork()) == 0:
+        while True:
+            time.sleep(60)
+    print(f"child {pid}", file=sys.stderr, flush=True)
+    peer.start()
+    while True:
+        time.sleep(60)
+
+
 def dead_after_ready(peer: Peer) -> None:
     """Sends the dead sentinel at once, then takes a moment to exit with code 7."""
     peer.start()
@@ -224,6 +236,27 @@ def errors_only(peer: Peer) -> None:
         kind, payload = peer.receive()
         if kind == b"\x00":
             peer.send_tokens(payload[0], [], 3)
+        elif kind == b"\x03":
+            peer.reply(payload[1], False)
+
+
+def fails_at_first(peer: Peer, count: str, before: str = "null") -> None:
+    """Ends so many requests with a retryable error, behind the tokens ``before`` (JSON); then answers each with one
+    token."""
+    peer.start()
+    left = int(count)
+    while True:
+        kind, payload = peer.receive()
+        if kind == b"\x00":
+            if left and (tokens := json.loads(before)):
+                peer.send_tokens(payload[0], tokens)
+            if not left:
+                peer.send_tokens(payload[0], [7], 1)
+                continue
+            left -= 1
+            output = [payload[0], [], None, None, None, 3, None, None, None, None, None, None, None, 0]
+            output += [None, None, None, None, {"code": "engine_paused", "message": "it is", "retryable": True}]
+            peer.outputs.send(pack([peer.rank, [output], None, 0.0, None]))
         elif kind == b"\x03":
             peer.reply(payload[1], False)
 

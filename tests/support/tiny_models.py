@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 import tqdm
@@ -35,12 +36,26 @@ _COMMON = {
 }
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
+    # The plain one; several sizes of it are in use as SmolLM.
+    "llama": ("LlamaConfig", {"num_key_value_heads": 2}),
     # Grouped keys and values, biases, no windows.
     "qwen2": ("Qwen2Config", {"num_key_value_heads": 2}),
+    # Norms of queries and keys, head_dim unlike hidden_size / heads.
+    "qwen3": ("Qwen3Config", {"num_key_value_heads": 2, "head_dim": 16}),
+    # Some layers without positions.
+    "smollm3": ("SmolLM3Config", {"num_key_value_heads": 2, "no_rope_layers": [1, 0, 1]}),
+    # Partial rotary embedding, biases, layer norm.
+    "phi": ("PhiConfig", {"num_key_value_heads": 2}),
+    "phi3": ("Phi3Config", {"num_key_value_heads": 2}),
     # Fused query/key/value, partial rotary embedding, parallel residual.
     "gpt_neox": ("GPTNeoXConfig", {}),
     # One kind of layer, with a window shorter than the prompts.
     "mistral": ("MistralConfig", {"num_key_value_heads": 2, "sliding_window": 8, "head_dim": 8}),
+    "gemma": ("GemmaConfig", {"num_key_value_heads": 1, "head_dim": 16}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"num_key_value_heads": 1, "sliding_window": 8, "head_dim": 16, "query_pre_attn_scalar": 16},
+    ),
     # Both kinds of layers, eager attention with soft caps, head_dim unlike hidden_size / heads.
     "gemma2": (
         "Gemma2Config",
@@ -69,15 +84,34 @@ def make_sequence(request_id: str, prompt: Sequence[int], **sampling: object) ->
     return SequenceState(request_id, list(prompt), WireSamplingParams(**{"temperature": 0.0, **sampling}))
 
 
+_free_blocks: WeakKeyDictionary[ModelRunner, list[int]] = WeakKeyDictionary()
+
+
+def give_blocks(runner: ModelRunner, seq: SequenceState, num_tokens: int) -> None:
+    """What a scheduler does about the cache, in the simplest way: room for ``num_tokens`` in blocks of its own."""
+    free = _free_blocks.setdefault(runner, list(range(runner.num_kv_blocks)))
+    while len(seq.block_ids) * runner.kv_block_tokens < num_tokens:
+        seq.block_ids.append(free.pop())
+
+
 def advance(runner: ModelRunner, seqs: Sequence[SequenceState], chunk_tokens: int = 10**6) -> None:
     """One step over all of ``seqs``, as a scheduler does it: at most ``chunk_tokens`` of a prompt at once."""
     scheduled = [ScheduledSequence(seq, min(seq.num_tokens - seq.num_computed_tokens, chunk_tokens)) for seq in seqs]
+    for item in scheduled:
+        give_blocks(runner, item.seq, item.seq.num_computed_tokens + item.num_new_tokens)
     tokens = runner.step(scheduled)
     for item, token in zip(scheduled, tokens, strict=True):
         item.seq.num_computed_tokens += item.num_new_tokens
         assert (token is None) == (item.seq.num_computed_tokens < item.seq.num_tokens)
         if token is not None:
             item.seq.output_token_ids.append(token.token_id)
+
+
+def leave(runner: ModelRunner, seq: SequenceState) -> None:
+    """``seq`` is done: its blocks go to others."""
+    runner.finish(seq.request_id)
+    _free_blocks[runner] += seq.block_ids
+    seq.block_ids.clear()
 
 
 def is_finished(runner: ModelRunner, seq: SequenceState) -> bool:
@@ -101,6 +135,6 @@ def generate_staggered(
             running.append(waiting.pop(0))
         advance(runner, running, chunk_tokens)
         for seq in [seq for seq in running if is_finished(runner, seq)]:
-            runner.finish(seq.request_id)
+            leave(runner, seq)
             running.remove(seq)
         step += 1

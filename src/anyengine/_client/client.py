@@ -7,8 +7,8 @@ streams. Sits on :class:`~anyengine._client.core_client.EngineCoreClient`, which
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from types import TracebackType
 from typing import Literal, Self, Unpack
 
@@ -16,22 +16,25 @@ from anyengine._process.status import Status
 from anyengine._protocol import ClientState
 from anyengine._text import Tokenizer
 from anyengine.config import EmbeddedEngine, EngineSettings
-from anyengine.exceptions import ClientClosedError, EngineDeadError, UtilityError
+from anyengine.exceptions import ClientClosedError, EngineDeadError
 from anyengine.outputs import PoolingOutput
 from anyengine.params import PoolingParams, SamplingParams
-from anyengine.policies import RestartPolicy
+from anyengine.policies import RestartPolicy, RetryPolicy
 
+from .admission import AdmissionSettings
+from .closing import ShutdownReport
 from .core_client import EngineCoreClient
+from .deadlines import time_limits
 from .engine_limits import common_limits
 from .events import ClientEvents
 from .health import ClientHealth, HealthLevel, examine
-from .liveness import PROBE
 from .model_files import load_model_files
 from .notifications import Notification
 from .operations import EngineOperations
 from .pooling import encode_once
 from .prompts import Prompt
 from .request_builder import RequestBuilder
+from .request_control import RequestControl
 from .request_desk import RequestDesk
 from .request_fields import RequestFields, check_field_names
 from .request_stream import RequestStream
@@ -39,7 +42,7 @@ from .request_stream import RequestStream
 __all__ = ["EngineClient"]
 
 
-class EngineClient(EngineOperations):
+class EngineClient(RequestControl, EngineOperations):
     """A client of one engine core, or of several, in one task group.
 
     Use it as ``async with EngineClient(...) as client:``, under trio or asyncio. Construction touches no event loop.
@@ -50,10 +53,17 @@ class EngineClient(EngineOperations):
         model: what the embedded engine serves: an alias, a local directory, a GGUF file or a Hub id. ``None``: the
             default model, SmolLM2-135M-Instruct.
         engine: a fully described engine instead of ``model``, or several: the data-parallel ranks of one client.
-        startup_timeout_s, shutdown_grace_s, liveness_timeout_s, max_unread_bytes, on_death, on_progress,
-            on_notification: see :class:`EngineCoreClient`.
+        startup_timeout_s, shutdown_grace_s, drain_timeout_s, liveness_timeout_s, max_unread_bytes, on_death,
+            on_progress, on_notification: see :class:`EngineCoreClient`.
         restart: start an engine again that dies once it was ready, and what becomes of the requests meanwhile.
             ``None``: its death is final.
+        retries: send a request again that failed before its first token with an error that says ``retryable``.
+            ``None``: nothing is sent twice.
+        max_num_queued_reqs: how many sequences may be in flight or on their way there; ``None``: no limit.
+        max_num_queued_tokens: how many prompt tokens may wait for their first output; ``None``: no limit. A longer
+            prompt is taken when no other one waits.
+        admission: what becomes of a request that one of these limits keeps out, or a pause: ``"reject"`` raises
+            :class:`OverloadedError` or :class:`EngineAsleepError` at once, ``"wait"`` has it wait its turn.
     """
 
     def __init__(
@@ -63,12 +73,17 @@ class EngineClient(EngineOperations):
         engine: EngineSettings | Sequence[EngineSettings] | None = None,
         startup_timeout_s: float | None = None,
         shutdown_grace_s: float | None = None,
+        drain_timeout_s: float = 0.0,
         liveness_timeout_s: float | None = 300.0,
         max_unread_bytes: int = 256 << 20,
+        max_num_queued_reqs: int | None = None,
+        max_num_queued_tokens: int | None = None,
+        admission: Literal["reject", "wait"] = "reject",
         on_death: Literal["report", "cancel"] = "report",
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
         restart: RestartPolicy | None = None,
+        retries: RetryPolicy | None = None,
     ) -> None:
         named: object = model
         if named is not None and not isinstance(named, str):
@@ -83,6 +98,7 @@ class EngineClient(EngineOperations):
             engine,
             startup_timeout_s=startup_timeout_s,
             shutdown_grace_s=shutdown_grace_s,
+            drain_timeout_s=drain_timeout_s,
             liveness_timeout_s=liveness_timeout_s,
             max_unread_bytes=max_unread_bytes,
             on_death=on_death,
@@ -90,6 +106,10 @@ class EngineClient(EngineOperations):
             on_notification=on_notification,
             restart=restart,
         )
+        if retries is not None and not isinstance(retries, RetryPolicy):
+            raise ValueError(f"retries={retries!r} must be a RetryPolicy, or None for no retries")
+        self._retries = retries
+        self._admission = AdmissionSettings(max_num_queued_reqs, max_num_queued_tokens, admission)
         self._context: AbstractAsyncContextManager[None] | None = None
         self._desk: RequestDesk | None = None
 
@@ -124,14 +144,16 @@ class EngineClient(EngineOperations):
         async with self._core:
             session = self._core.session
             session.in_order = True
-            self._desk = desk = RequestDesk(self._core)
+            self._desk = desk = RequestDesk(self._core, self._admission, self._retries)
             with closing(desk.dropped):
                 try:
                     session.tasks.start_soon(desk.feed_streams)
                     session.tasks.start_soon(session.own, desk.abort_dropped)
+                    session.tasks.start_soon(session.own, desk.deadlines.run)
                     files = await load_model_files(self._core.model_dir, text=not self._core.skips_text)
                     desk.open(RequestBuilder(files, common_limits(session), wire_id_prefix=os.urandom(4).hex()))
                     yield
+                    await session.closing.drain()
                 finally:
                     desk.close()
 
@@ -139,10 +161,22 @@ class EngineClient(EngineOperations):
     def _caller(self) -> EngineCoreClient:
         return self._core
 
-    def _expect_aborts(self) -> None:
-        self._core.usable_session()
-        for state in self._entered_desk().live():
-            state.abort_expected = True
+    async def aclose(self, *, drain_timeout_s: float | None = None) -> None:
+        """Close before the block is left; see :meth:`EngineCoreClient.aclose`. Consumers get what is left of their
+        output, or a last item with ``finish_reason="abort"``, before this returns.
+
+        Raises:
+            ClientClosedError: the client has not been entered.
+            WrongLoopError: called from another thread than the one that entered it.
+
+        Cancellation: what is in flight is aborted at once, and the engines are stopped before it propagates.
+        """
+        await self._core.session.closing.close(drain_timeout_s, self._entered_desk().close)
+
+    @property
+    def shutdown_report(self) -> ShutdownReport | None:
+        """How the last block ended, or its start failed; ``None`` inside a block, and before the first."""
+        return self._core.shutdown_report
 
     def _entered_desk(self) -> RequestDesk:
         if self._desk is None:
@@ -157,6 +191,10 @@ class EngineClient(EngineOperations):
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        timeout_s: float | None = None,
+        first_token_timeout_s: float | None = None,
+        inter_token_timeout_s: float | None = None,
+        nowait: bool = False,
         **fields: Unpack[RequestFields],
     ) -> RequestStream:
         """A request stream for ``prompt``: text, token ids, or embeddings (:class:`EmbedsPrompt`, or an array
@@ -166,9 +204,22 @@ class EngineClient(EngineOperations):
         carries is given by vLLM's names: ``priority`` (lower runs first), ``lora_request``, ``cache_salt``,
         ``trace_headers``, ``session_id``, ``mm_features``, ``reasoning_ended``, ``reasoning_parser_kwargs``,
         ``kv_hints``.
+
+        ``timeout_s``, ``first_token_timeout_s`` (both from the first use) and ``inter_token_timeout_s`` bound what the
+        engine may take: the first that passes aborts the request, whether anybody iterates or not, and the stream
+        raises :class:`RequestTimeout` behind what had arrived. ``nowait``: raise at once where the request would have
+        to wait to be sent.
         """
         check_field_names("generate", fields)
-        return RequestStream(self._entered_desk, prompt, sampling_params or SamplingParams(), request_id, fields)
+        return RequestStream(
+            self._entered_desk,
+            prompt,
+            sampling_params or SamplingParams(),
+            request_id,
+            fields,
+            limits_s=time_limits(timeout_s, first_token_timeout_s, inter_token_timeout_s),
+            nowait=nowait,
+        )
 
     async def submit(
         self,
@@ -176,17 +227,33 @@ class EngineClient(EngineOperations):
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        timeout_s: float | None = None,
+        first_token_timeout_s: float | None = None,
+        inter_token_timeout_s: float | None = None,
+        nowait: bool = False,
         **fields: Unpack[RequestFields],
     ) -> RequestStream:
         """:meth:`generate`, and send the request before returning.
 
         Raises:
             RequestRejected: bad input; nothing was sent.
+            OverloadedError: an admission limit is reached; nothing was sent.
+            EngineAsleepError: the engine is paused or asleep; nothing was sent.
+            RequestTimeout: a time limit passed before it could be sent.
             EngineDeadError: the engine died, or the client is closed.
 
         Cancellation: nothing is left in the engine.
         """
-        stream = self.generate(prompt, sampling_params, request_id=request_id, **fields)
+        stream = self.generate(
+            prompt,
+            sampling_params,
+            request_id=request_id,
+            timeout_s=timeout_s,
+            first_token_timeout_s=first_token_timeout_s,
+            inter_token_timeout_s=inter_token_timeout_s,
+            nowait=nowait,
+            **fields,
+        )
         await stream.start()
         return stream
 
@@ -196,6 +263,7 @@ class EngineClient(EngineOperations):
         pooling_params: PoolingParams | None = None,
         *,
         request_id: str | None = None,
+        nowait: bool = False,
         **fields: Unpack[RequestFields],
     ) -> PoolingOutput:
         """What a pooling model makes of ``prompt``: an embedding, a class, a vector for each token.
@@ -212,34 +280,13 @@ class EngineClient(EngineOperations):
         Cancellation: aborts the request.
         """
         check_field_names("encode", fields)
-        return await encode_once(self._entered_desk(), prompt, pooling_params or PoolingParams(), request_id, fields)
+        params = pooling_params or PoolingParams()
+        return await encode_once(self._entered_desk(), prompt, params, request_id, fields, nowait=nowait)
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Unload an adapter; whether it was there. The next request that names it has it loaded again."""
         self._entered_desk().forget_adapter(lora_id)
         return await super().remove_lora(lora_id)
-
-    async def abort(self, request_id: str | Iterable[str]) -> int:
-        """Abort every live request with one of these labels; how many there were.
-
-        Their streams yield their last item, with ``finish_reason="abort"``, at once; this call returns when the engine
-        has confirmed that it holds none of them (a utility call behind the aborts is the fence).
-
-        Raises:
-            EngineDeadError: the engine died, or the client is closed.
-
-        Cancellation: the aborts have been sent; only the confirmation is not awaited.
-        """
-        labels = {request_id} if isinstance(request_id, str) else set(request_id)
-        self._core.usable_session()
-        desk = self._entered_desk()
-        states = [state for state in desk.live() if state.label in labels]
-        if states:
-            ranks = {state.rank for state in states}
-            desk.abort(states)
-            with suppress(UtilityError):  # a refusal is an answer, and any answer is a fence
-                await self._core.utility_on(ranks.intersection(self._core.ranks), PROBE)
-        return len(states)
 
     # ----------------------------------------------------------------- utilities
 
@@ -306,5 +353,13 @@ class EngineClient(EngineOperations):
         return await examine(self._core, level, timeout_s)
 
     def statistics(self) -> dict[str, int]:
-        """Counters of this session; see :meth:`EngineCoreClient.statistics`."""
-        return self._core.statistics()
+        """Counters of this session; see :meth:`EngineCoreClient.statistics`. Besides: requests that wait to be sent,
+        those that were turned away, by reason, and those that overran a time limit."""
+        desk = self._entered_desk()
+        rejections = {f"rejections_{reason}": count for reason, count in desk.admission.rejections.items()}
+        return {
+            **self._core.statistics(),
+            "requests_waiting": desk.admission.num_waiting,
+            "request_timeouts": desk.request_timeouts,
+            **rejections,
+        }

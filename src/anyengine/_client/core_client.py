@@ -13,14 +13,14 @@ from types import TracebackType
 from typing import Literal, Self
 
 from anyengine._process.status import Status
-from anyengine._protocol import ClientState, Life, OutputConsumer
+from anyengine._protocol import ClientState, Life, OutputConsumer, checked_ids
 from anyengine._transport.abc import PeerUnreachable
 from anyengine._wire import (
     EngineCoreOutputs,
     EngineCoreRequest,
     engine_identity,
 )
-from anyengine.config import EngineSettings, engine_ranks
+from anyengine.config import EngineSettings, InheritedEngine, engine_ranks
 from anyengine.exceptions import (
     ClientClosedError,
     EngineDeadError,
@@ -30,6 +30,7 @@ from anyengine.exceptions import (
 )
 from anyengine.policies import RestartPolicy
 
+from .closing import ShutdownReport
 from .engine_info import EngineInfo
 from .events import ClientEvents, EventLog
 from .lifecycle import open_session
@@ -56,6 +57,8 @@ class EngineCoreClient(EngineInfo):
             variable ``VLLM_ENGINE_READY_TIMEOUT_S`` says.
         shutdown_grace_s: how long it may take to stop after SIGTERM, before SIGKILL. ``None``: 5 s, and 20 s for vLLM,
             which has workers to end, besides its own ``shutdown_timeout``. Engines that were joined live on.
+        drain_timeout_s: how long requests in flight may go on when the block ends normally, before they are aborted;
+            new ones are refused meanwhile. Leaving by an exception, or cancelled, does not wait.
         liveness_timeout_s: how long an engine's main loop may leave a call unanswered, in a step of its work for one,
             before it is given up as stuck. ``None``: for ever.
         max_unread_bytes: how much may be on its way to one engine: sent, and not known to have been read. Beyond it,
@@ -74,6 +77,7 @@ class EngineCoreClient(EngineInfo):
         *,
         startup_timeout_s: float | None = None,
         shutdown_grace_s: float | None = None,
+        drain_timeout_s: float = 0.0,
         liveness_timeout_s: float | None = 300.0,
         max_unread_bytes: int = 256 << 20,
         on_death: Literal["report", "cancel"] = "report",
@@ -85,6 +89,7 @@ class EngineCoreClient(EngineInfo):
             engine,
             startup_timeout_s=startup_timeout_s,
             shutdown_grace_s=shutdown_grace_s,
+            drain_timeout_s=drain_timeout_s,
             liveness_timeout_s=liveness_timeout_s,
             max_unread_bytes=max_unread_bytes,
             on_death=on_death,
@@ -97,7 +102,9 @@ class EngineCoreClient(EngineInfo):
         """Where the client and its ranks are in their lives; told by the session."""
         self._thread_id: int | None = None  # of the block, or the last one
         self._batch = BatchConsumer()
+        self._was_entered = False
         self._session: Session | None = None
+        self._shutdown_report: ShutdownReport | None = None
         self._context: AbstractAsyncContextManager[Session] | None = None
 
     async def __aenter__(self) -> Self:
@@ -110,7 +117,11 @@ class EngineCoreClient(EngineInfo):
         """
         if self._context is not None:
             raise RuntimeError("this client is in use already; make another one for another block")
-        self._context = context = open_session(self._settings, self.life)
+        if self._was_entered and isinstance(self._settings.engines[0], InheritedEngine):
+            raise RuntimeError("an InheritedEngine is good for one block, which closes its sockets")
+        self._was_entered = True
+        self._shutdown_report = None
+        self._context = context = open_session(self._settings, self.life, self._note_report)
         self._thread_id = threading.get_ident()
         self.life.begin(engine_ranks(self._settings.engines))
         try:
@@ -126,9 +137,29 @@ class EngineCoreClient(EngineInfo):
     ) -> bool | None:
         context, self._context = self._context, None
         assert context is not None
-        if self._session is not None:  # an engine that is not ours lives on, and must not go on with them
-            self.abort([*self._session.connection.requests.live])
         return await context.__aexit__(exc_type, exc, traceback)  # noqa: ASYNC102 - the session shields what must not be cut
+
+    def _note_report(self, report: ShutdownReport) -> None:
+        self._shutdown_report = report
+
+    @property
+    def shutdown_report(self) -> ShutdownReport | None:
+        """How the last block ended, or its start failed; ``None`` inside a block, and before the first."""
+        return self._shutdown_report
+
+    async def aclose(self, *, drain_timeout_s: float | None = None) -> None:
+        """Close before the block is left, from any of its tasks: no new requests are taken, those in flight finish
+        within ``drain_timeout_s`` (by default: the client's own) or are aborted, the engines are stopped. The block
+        goes on, and calls raise :class:`ClientClosedError`; leaving it frees the rest. Idempotent.
+
+        Raises:
+            ClientClosedError: the client has not been entered.
+            WrongLoopError: called from another thread than the one that entered it.
+
+        Cancellation: what is in flight is aborted at once, and the engines are stopped before it propagates.
+        """
+        session = self.session
+        await session.closing.close(drain_timeout_s, session.close)
 
     # ------------------------------------------------------------------ requests
 
@@ -147,6 +178,13 @@ class EngineCoreClient(EngineInfo):
             EngineDeadError: the engine died, or the client is closed.
             LocalProtocolError: the request id is alive already, or was aborted (use each id once).
         """
+        self.usable_session().check_admitting()
+        return self.put(request, consumer, rank=rank)
+
+    def put(
+        self, request: EngineCoreRequest, consumer: OutputConsumer | None = None, *, rank: int | None = None
+    ) -> int:
+        """:meth:`add`, for a request that was in flight before: it is taken while others are only being finished."""
         session = self.usable_session()
         connection = session.connection
         wanted, named = (request.data_parallel_rank, "data_parallel_rank") if rank is None else (rank, "rank")
@@ -167,7 +205,8 @@ class EngineCoreClient(EngineInfo):
                 if not sent:
                     connection.requests.close(request.request_id)
             if sent:
-                session.send_budget.charge(chosen, sum(memoryview(frame).nbytes for frame in frames))
+                size_bytes = sum(memoryview(frame).nbytes for frame in frames)
+                connection.requests.live[request.request_id].sent_bytes = session.send_budget.charge(chosen, size_bytes)
                 return chosen
 
     async def wait_room(self) -> None:
@@ -177,10 +216,12 @@ class EngineCoreClient(EngineInfo):
         """
         await self.usable_session().send_budget.wait_room()
 
-    def abort(self, request_ids: str | Iterable[str]) -> None:
-        """Abort requests by wire id. Synchronous: it may stand in a ``finally``. Ids that are not alive are ignored.
+    def abort(self, request_ids: str | Iterable[str]) -> tuple[str, ...]:
+        """Abort requests by wire id; the ids that were alive. Synchronous: it may stand in a ``finally``.
 
-        No output follows. Never raises for a dead engine: there is nothing left to abort then.
+        No output follows: what the engine still sends is dropped, and counted in ``late_outputs``. An engine that goes
+        on although it must have taken the abort is told once more. Never raises for a dead engine: there is nothing
+        left to abort then.
 
         Raises:
             RequestRejected: an id is not a str; nothing has changed.
@@ -188,12 +229,17 @@ class EngineCoreClient(EngineInfo):
         """
         session = self._session
         if session is None or session.is_released or not hasattr(session, "connection"):
-            return
+            return ()
         session.check_thread()
-        for rank, frames in session.connection.abort(request_ids):
+        connection = session.connection
+        ids = checked_ids(request_ids)
+        doomed = tuple(request_id for request_id in dict.fromkeys(ids) if request_id in connection.requests.live)
+        for rank, frames in connection.abort(doomed):
             # Unreachable: its connection is gone, and everything it ran with it; the supervisor says why.
             with suppress(PeerUnreachable):
                 session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
+        session.on_room()
+        return doomed
 
     def outputs(self) -> OutputBatches:
         """Iterate over the output batches, in the order in which the engine sent them: :meth:`receive_outputs`,
@@ -285,5 +331,6 @@ class EngineCoreClient(EngineInfo):
 def _overloaded(rank: int, limit_bytes: int) -> OverloadedError:
     return OverloadedError(
         f"engine {rank} has not read what was sent to it: max_unread_bytes={limit_bytes} are on their way; "
-        "wait_room() tells when it has"
+        "wait_room() tells when it has",
+        reason="bytes",
     )

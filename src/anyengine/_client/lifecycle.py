@@ -7,36 +7,33 @@ that order.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 
 import anyio
 import anyio.lowlevel
 
-from anyengine._process.supervisor import SupervisedEngine
 from anyengine._protocol import Life
-from anyengine._transport.abc import ClientEndpoints, PeerUnreachable
+from anyengine._transport.abc import ClientEndpoints
 from anyengine._transport.endpoints import open_endpoints
 from anyengine._transport.memory import MemoryEndpoints
 from anyengine._transport.monitor import open_monitor
-from anyengine._wire import engine_identity
-from anyengine.config import InMemoryEngine
 from anyengine.exceptions import ClientClosedError, EngineDeadError, EngineStartupError
 
-from .liveness import PROBE
+from .closing import ShutdownReport
 from .session import Session
 from .settings import SessionSettings
 from .startup import listeners_for, start_engines
 
 __all__ = ["open_session"]
 
-_STARTUP_GRACE_S = 0.5  # an engine that is still loading has nothing to finish
-
 
 @asynccontextmanager
-async def open_session(settings: SessionSettings, life: Life) -> AsyncIterator[Session]:
-    """Start the engine and the session's tasks; end all of it when the block ends. ``life`` is told of both.
+async def open_session(
+    settings: SessionSettings, life: Life, on_report: Callable[[ShutdownReport], None]
+) -> AsyncIterator[Session]:
+    """Start the engine and the session's tasks; end all of it when the block ends. ``life`` is told of both, and
+    ``on_report`` how it ended.
 
     Raises:
         EngineStartupError: the engine did not become ready (:class:`StartupTimeout`: in time).
@@ -62,19 +59,20 @@ async def open_session(settings: SessionSettings, life: Life) -> AsyncIterator[S
                     await start_engines(session)
                     with session.body_scope:
                         yield session
+                        await session.closing.drain()
                 except anyio.get_cancelled_exc_class():
                     interrupted = True
                     raise
                 except BaseException as exc:  # noqa: BLE001 - raised again below
                     error = exc  # kept outside the group, which would wrap it, and raised below
                 finally:
-                    await _stop(session)  # noqa: ASYNC102 - shielded and bounded inside
+                    await session.closing.stop()  # noqa: ASYNC102 - shielded and bounded inside
                     tasks.cancel_scope.cancel()
         except BaseExceptionGroup as group:
             error = _unwrapped(group)
         finally:
             if session is not None:
-                _release(session)
+                _release(session, on_report)
     assert session is not None
     if isinstance(error, ClientClosedError) or interrupted:
         await anyio.lowlevel.checkpoint_if_cancelled()  # if nobody but the host closed it: its cancellation comes first
@@ -89,7 +87,7 @@ async def open_session(settings: SessionSettings, life: Life) -> AsyncIterator[S
 
 
 def _listen(settings: SessionSettings) -> ClientEndpoints:
-    if isinstance(settings.engines[0], InMemoryEngine):
+    if settings.in_memory:
         return MemoryEndpoints()
     try:
         return open_endpoints(listeners_for(settings.engines) or "ipc")
@@ -97,61 +95,11 @@ def _listen(settings: SessionSettings) -> ClientEndpoints:
         raise EngineStartupError(f"the client cannot listen for engines: {exc}", stage="listening") from exc
 
 
-async def _stop(session: Session) -> None:
-    """Close admission, tell everyone, stop the processes: SIGTERM, grace, SIGKILL; then see off what they started."""
-    was_ready = session.is_ready
-    grace_s = session.settings.shutdown_grace_s if was_ready else _STARTUP_GRACE_S
-    session.close()
-    session.life.closing()
-    with anyio.CancelScope(shield=True):  # they only have to notice
-        await session.restarts.stop()
-    engines = session.children
-    if was_ready and not engines:
-        await _settle_aborts(session, grace_s)
-    try:
-        # Shielded so that a cancelled block still ends its processes in order; bounded by the grace period.
-        with anyio.move_on_after(grace_s, shield=True):
-            for engine in engines:
-                engine.child.terminate()
-            for engine in engines:
-                await session.wait_unwatched(engine)
-                if not engine.child.exited.is_set():
-                    # Its task was cancelled natively (asyncio.run does it to all tasks at its end), which also goes
-                    # through shields.
-                    await engine.supervise()
-    finally:
-        for engine in engines:  # native cancellation goes through shields, so this does not await
-            engine.child.kill()
-    with anyio.CancelScope(shield=True):  # bounded by the children's own grace periods; they are killed when reaped
-        async with anyio.create_task_group() as farewells:
-            for engine in engines:
-                farewells.start_soon(_see_off, session, engine)
-
-
-async def _settle_aborts(session: Session, grace_s: float) -> None:
-    """Wait until engines that live on have taken our aborts: closing the sockets drops what is still under way."""
-    with anyio.move_on_after(grace_s, shield=True):
-        await session.stop_drain()  # it may have been cancelled already: from here on we read
-        unsettled = set(session.connection.rota.serving)
-        for rank in tuple(unsettled):
-            _, frames = session.connection.utility(PROBE, (), rank, partial(unsettled.discard, rank))
-            try:
-                session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
-            except PeerUnreachable:
-                unsettled.discard(rank)
-        while unsettled:
-            session.receive(await session.endpoints.outputs.drain())
-
-
-async def _see_off(session: Session, engine: SupervisedEngine) -> None:
-    await session.wait_unwatched(engine)  # the watch reads the same pipe
-    await engine.see_off()
-
-
-def _release(session: Session) -> None:
+def _release(session: Session, on_report: Callable[[ShutdownReport], None]) -> None:
     """Reap and close. Synchronous: nothing can interrupt it."""
     for engine in session.children:
         engine.child.reap()
+    on_report(session.closing.report)
     session.feed.discard()
     session.is_released = True
     session.life.closed()

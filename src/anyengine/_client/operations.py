@@ -56,14 +56,24 @@ class EngineOperations:
     def _caller(self) -> _Caller:
         raise NotImplementedError
 
-    def _expect_aborts(self) -> None:
-        """The engine will end every request at our bidding: that is a normal end for their consumers."""
+    def _close_admission(self, engine_is: str, *, ends_requests: bool) -> bool:
+        """No request is sent from now on, since the engine will be what ``engine_is`` says; whether any was until now.
+        ``ends_requests``: it will end every request at our bidding, which is a normal end for their consumers."""
+        raise NotImplementedError
+
+    def _open_admission(self) -> None:
+        """Requests may be sent again."""
         raise NotImplementedError
 
     # --------------------------------------------------------------------- pauses
 
     async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
-        """Stop scheduling. Returns when the engine has confirmed that nothing runs (``"keep"``: that nothing moves)."""
+        """Stop scheduling. Returns when the engine has confirmed that nothing runs (``"keep"``: that nothing moves).
+
+        No request is sent from the call on: later ones fail with :class:`EngineAsleepError`, or wait for
+        :meth:`resume_generation`, as the client's ``admission`` says; so do those that are being prepared. After a
+        cancelled call the engine may be paused or not: only :meth:`resume_generation` ends the uncertainty.
+        """
         if mode not in ("abort", "wait", "keep"):
             raise UtilityRejected(
                 f"mode={mode!r} is no way to pause: use 'abort', 'wait' or 'keep'",
@@ -73,13 +83,22 @@ class EngineOperations:
                 remedy="use 'abort', 'wait' or 'keep'",
             )
         method = "pause_generation" if self._caller.utility_arity("pause_generation") else "pause_scheduler"
-        if mode == "abort":
-            self._expect_aborts()
-        await self._call(method, mode, clear_cache)
+        await self._stop_requests("paused", mode, method, mode, clear_cache)
+
+    async def _stop_requests(self, engine_is: str, mode: PauseMode, method: str, *args: Any) -> None:
+        """Close admission first, then have the engines stop: nothing is sent behind it."""
+        closed = self._close_admission(engine_is, ends_requests=mode == "abort")
+        try:
+            await self._call(method, *args)
+        except UtilityError:
+            if closed:  # it did not come to that
+                self._open_admission()
+            raise
 
     async def resume_generation(self) -> None:
         """Go on after :meth:`pause_generation`."""
         await self._call("resume_scheduler")
+        self._open_admission()
 
     async def is_paused(self) -> bool:
         """Whether the engine is paused."""
@@ -115,17 +134,19 @@ class EngineOperations:
             )
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Give memory back: level 1 offloads the weights and drops the KV cache, 2 drops both, 0 only pauses."""
-        if mode == "abort":
-            self._expect_aborts()
-        await self._call("sleep", level, mode)
+        """Give memory back: level 1 offloads the weights and drops the KV cache, 2 drops both, 0 only pauses. No
+        request is sent from the call on, until :meth:`wake_up` has brought everything back."""
+        await self._stop_requests("asleep", mode, "sleep", level, mode)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """Take memory back: all of it, or that of ``"weights"``, ``"kv_cache"``, ``"scheduling"``. Whether all of it is
         back, where the release says so; ``True`` where it does not."""
         answers = await self._call("wake_up", None if tags is None else list(tags))
-        if tags is not None and None in answers.values():
-            await self._call("is_sleeping")  # a release that does not say how much of it is back
+        awake = all(answer is not False for answer in answers.values())
+        if tags is not None and None in answers.values():  # a release that does not say how much of it is back
+            awake &= not any((await self._call("is_sleeping")).values())
+        if awake:
+            self._open_admission()
         return all(answer is not False for answer in answers.values())
 
     async def release_kv_cache_memory(self) -> None:

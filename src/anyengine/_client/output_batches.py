@@ -15,6 +15,7 @@ from anyengine._wire import EngineCoreOutput, EngineCoreOutputs, EngineRequestEr
 from anyengine.exceptions import EngineDeadError, OutputProcessingError
 
 from .burials import RankDeath
+from .fences import FencePassed
 from .session import Session
 
 __all__ = ["BatchConsumer", "OutputBatches"]
@@ -50,10 +51,11 @@ class BatchConsumer:
     def aborted(self) -> None:
         """Nothing to do: whoever aborts by wire id knows."""
 
-    async def receive(self, session: Session, abort: Callable[[str], None]) -> EngineCoreOutputs:
+    async def receive(self, session: Session, abort: Callable[[str], object]) -> EngineCoreOutputs:
         """See :meth:`EngineCoreClient.receive_outputs`; ``abort`` aborts a request by its wire id."""
         try:
-            item = await session.feed.receive()
+            while isinstance(item := await session.feed.receive(), FencePassed):
+                session.fences.passed(item.rank, item.number)
         except anyio.EndOfStream:
             assert session.cause is not None
             raise session.cause.for_waiter() from None
@@ -64,16 +66,21 @@ class BatchConsumer:
         assert not isinstance(item, UtilityReply)  # those are resolved as they arrive
         self._outputs = []
         for entry, exc in session.connection.requests.dispatch(item.outputs):
-            abort(entry.request_id)  # a consumer of the caller's own failed: rule 5
+            abort(entry.request_id)  # a consumer of the caller's own failed (rule 5), or has had enough
+            if exc is None:
+                continue
             error = OutputProcessingError(f"cannot take an output of request {entry.request_id!r}: {exc!r}")
             error.__cause__ = exc
             entry.consumer.fail(error)
+        session.fences.look_at_late_outputs()
+        if session.send_budget.waiting:
+            session.send_budget.wake()
         item.outputs = self._outputs
         return item
 
     def _failed(self, session: Session, death: RankDeath) -> EngineCoreOutputs:
         """The end of a rank's requests, as one more batch: each has failed; their consumers are told."""
-        entries = session.connection.requests.fail_all(death.error, death.rank)
+        entries = session.connection.requests.fail_all(death.error, death.rank, only=death.request_ids)
         trouble = EngineRequestError("engine_dead", str(death.error), retryable=True)
         outputs = [
             EngineCoreOutput(entry.request_id, [], finish_reason=FinishReason.ERROR, error=trouble)

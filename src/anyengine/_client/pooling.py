@@ -12,18 +12,30 @@ from anyengine.params import PoolingParams
 from .prompts import Prompt
 from .request_desk import RequestDesk
 from .request_fields import RequestFields
-from .request_state import PooledRequestState
 
 __all__ = ["encode_once"]
 
 
 async def encode_once(
-    desk: RequestDesk, prompt: Prompt, params: PoolingParams, label: str | None, fields: RequestFields
+    desk: RequestDesk,
+    prompt: Prompt,
+    params: PoolingParams,
+    label: str | None,
+    fields: RequestFields,
+    *,
+    nowait: bool = False,
 ) -> PoolingOutput:
     """See :meth:`EngineClient.encode`."""
-    prepared = await desk.prepare(prompt, params, label, fields)
-    state, _, num_prompt_tokens = desk.send(prepared, params, label, fields)
-    assert isinstance(state, PooledRequestState)
+    ticket = desk.ticket(prompt, label, nowait=nowait)
+    num_prompt_tokens = 0
+    try:
+        prepared = await desk.prepare(ticket, prompt, params, fields)
+        if ticket.aborted:
+            state = desk.unsent_pooling(label)
+        else:
+            state, num_prompt_tokens = desk.send_pooling(prepared, params, label, fields)
+    finally:
+        ticket.close()
     try:
         while not state.ended:
             await state.parker.park()

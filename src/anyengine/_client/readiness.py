@@ -26,6 +26,7 @@ class EngineReadiness:
         self._core = core
         self._asking = anyio.Lock()
         self._asked: bool = False
+        self._loading = anyio.Lock()
         self._loaded: dict[LoRARequest, None] = {}  # in the order of use, the latest last
         self._holders: dict[int, LoRARequest] = {}  # by adapter id: whom the engine takes it for
 
@@ -57,7 +58,7 @@ class EngineReadiness:
         return True
 
     async def load(self, adapter: LoRARequest, room: int) -> None:
-        """Have the engine load it; ``room`` is how many it keeps at least.
+        """Have the engine load it; ``room`` is how many it keeps at least. Of many who want it at once, one calls.
 
         Raises:
             RequestRejected: it cannot.
@@ -65,6 +66,11 @@ class EngineReadiness:
 
         Cancellation: the engine may load it all the same.
         """
+        async with self._loading:
+            if not self.has_loaded(adapter):  # another request may have had it loaded, meanwhile
+                await self._load(adapter, room)
+
+    async def _load(self, adapter: LoRARequest, room: int) -> None:
         holder = self._holders.get(adapter.lora_int_id)
         if holder is not None and holder.lora_path != adapter.lora_path and not adapter.load_inplace:
             # The engine would go by the id, and use what it has.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import anyio
@@ -26,11 +25,13 @@ __all__ = ["Reception"]
 _logger = logging.getLogger("anyengine.client")
 
 
-@dataclass(eq=False)
 class _Guest:
-    handshake: FrontendHandshake
-    settled: anyio.Event = field(default_factory=anyio.Event)
-    trouble: RemoteProtocolError | None = None
+    """One engine that is expected, until it is ``settled``: complete, or in ``trouble``."""
+
+    def __init__(self, handshake: FrontendHandshake) -> None:
+        self.handshake = handshake
+        self.settled = anyio.Event()
+        self.trouble: RemoteProtocolError | None = None
 
 
 class Reception:

@@ -13,7 +13,8 @@ from typing import Any, cast
 import anyio.to_thread
 import msgspec
 
-from anyengine._protocol import EngineLimits, check_prompt, output_budget
+from anyengine._protocol import EngineLimits, check_prompt, num_prompt_tokens, output_budget
+from anyengine._rules import reject
 from anyengine._text import Detokenizer, Tokenizer, settle_structured_outputs, tokenize_bad_words
 from anyengine._wire import (
     EngineCoreRequest,
@@ -33,7 +34,7 @@ from .prompts import Embeddings, Prompt, is_embeddings, take_embeddings
 from .request_fields import RequestFields, check_fields
 from .sampling_checks import check_sampling
 
-__all__ = ["RequestBuilder", "num_prompt_tokens"]
+__all__ = ["RequestBuilder"]
 
 _INLINE_TOKENIZE_CHARS = 16_384  # a few ms of a fast tokenizer; longer texts go to a worker thread
 _INLINE_COPY_BYTES = 1 << 20  # a few ms of looking through embeddings
@@ -103,17 +104,15 @@ class RequestBuilder:
         params: SamplingParams | PoolingParams,
         label: str | None,
         fields: RequestFields,
-    ) -> tuple[EngineCoreRequest, Detokenizer | None]:
+    ) -> EngineCoreRequest:
         """Check everything that can be checked, and make the request. Its wire id is unique whatever the label is.
 
         Raises:
             RequestRejected: a rule is broken; the error names parameter, value and remedy.
         """
-        self._count += 1
-        label = f"request-{self._count}" if label is None else label
-        _check_label(label)
+        label, wire_id = self.next_ids(label)
         request = EngineCoreRequest(
-            request_id=f"{label}-{self._wire_id_prefix}{self._count:x}",
+            request_id=wire_id,
             prompt_token_ids=None,
             arrival_time=time.time(),
             external_req_id=label,
@@ -123,15 +122,33 @@ class RequestBuilder:
             self._put_fields(request, fields)
             if isinstance(params, PoolingParams):
                 request.pooling_params = self._pooling(params)
-                return request, None
-            request.sampling_params = self._sampling(params, request)
+            else:
+                request.sampling_params = self._sampling(params, request)
         except RequestRejected as refusal:
             refusal.request_id = label
             raise
+        return request
+
+    def detokenizer(self, request: EngineCoreRequest, params: SamplingParams) -> Detokenizer | None:
+        """A detokenizer for one completion of ``request``, if there will be text."""
         if not params.detokenize or self._tokenizer is None:
-            return request, None
-        prompt_ids = request.prompt_token_ids or ()
-        return request, self._tokenizer.detokenizer(prompt_ids, skip_special_tokens=params.skip_special_tokens)
+            return None
+        return self._tokenizer.detokenizer(
+            request.prompt_token_ids or (),
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
+
+    def next_ids(self, label: str | None) -> tuple[str, str]:
+        """The label of a request, made up if there is none, and its wire id.
+
+        Raises:
+            RequestRejected: the label is no str.
+        """
+        self._count += 1
+        label = f"request-{self._count}" if label is None else label
+        _check_label(label)
+        return label, f"{label}-{self._wire_id_prefix}{self._count:x}"
 
     def note_sent(self, request: EngineCoreRequest) -> None:
         """``request`` is on its way: what it settles for the engine's life is settled."""
@@ -173,6 +190,8 @@ class RequestBuilder:
             )
         num_tokens, embeds = num_prompt_tokens(request), request.prompt_embeds is not None
         check_sampling(params, limits, num_prompt_tokens=num_tokens, embeds=embeds)
+        if params.stop:
+            self._check_stop(params)
         bad_words_token_ids = tokenize_bad_words(self.tokenizer, params.bad_words) if params.bad_words else ()
         params, backend = self._constrained(params)
         if params.trace_decode_token_ids:
@@ -186,6 +205,18 @@ class RequestBuilder:
             bad_words_token_ids=bad_words_token_ids,
             structured_outputs_backend=backend,
         )
+
+    def _check_stop(self, params: SamplingParams) -> None:
+        """Stop strings need text; and there is none of them in a replay, which ends with its tokens."""
+        if self._tokenizer is None:
+            raise RequestRejected(
+                f"stop={params.stop!r:.200}: there is no text to find it in, since the client has no tokenizer",
+                parameter="stop",
+                value=params.stop,
+                remedy="use stop_token_ids; or describe the engine with a model_dir",
+            )
+        if params.trace_decode_token_ids is not None:
+            reject("stop", params.stop, "cannot end a replay", "leave it out, or trace_decode_token_ids")
 
     def _constrained(self, params: SamplingParams) -> tuple[SamplingParams, str]:
         if params.structured_outputs is None:
@@ -203,13 +234,6 @@ class RequestBuilder:
         if settled is not params.structured_outputs:
             params = msgspec.structs.replace(params, structured_outputs=settled)
         return params, backend
-
-
-def num_prompt_tokens(request: EngineCoreRequest) -> int:
-    """The length of the request's prompt, whatever it is made of."""
-    if request.prompt_embeds is not None:
-        return request.prompt_embeds.shape[0]
-    return len(request.prompt_token_ids or ())
 
 
 def _replayed(params: SamplingParams, room_tokens: int) -> SamplingParams:

@@ -1,59 +1,73 @@
-"""The requests of one session: sent here, fed here, aborted here.
+"""The requests of one session: sent here and aborted here.
 
-Owns what happens between a request stream and the engine: registration and sending in one step, the output processor
-that feeds the merge buffers in the order received, and everybody being told when the session ends. Knows no streams:
-they come to it with a prompt and hold the :class:`RequestState` that it gives them.
+Owns what happens between a request stream and the engine: admission, registration and sending in one step, the ends
+that are asked for (aborts, deadlines, drains) and everybody being told when the session ends. Outputs come through
+:mod:`.output_processor`. Knows no streams: they come to it with a prompt and hold the :class:`RequestState` that it
+gives them.
 """
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
 import anyio
 
-from anyengine._protocol import UtilityReply
-from anyengine._text import Detokenizer
-from anyengine._wire import OutputBatch
+from anyengine._protocol import num_prompt_tokens
+from anyengine._wire import EngineCoreRequest
 from anyengine.exceptions import (
     ClientClosedError,
     ClientFailedError,
     EngineDeadError,
-    OutputProcessingError,
+    RequestTimeout,
 )
-from anyengine.outputs import TokenDecoder
 from anyengine.params import PoolingParams, SamplingParams
+from anyengine.policies import RetryPolicy
 
-from .burials import RankDeath
+from .admission import Admission, AdmissionSettings, Ticket
+from .completion import Completion
 from .core_client import EngineCoreClient
+from .deadlines import Deadlines, TimedRequestState, TimedScoredRequestState, Timeouts
 from .dropped import DroppedRequests
 from .engine_limits import common_limits
+from .fan_out import ChildParker, Completions, children_of
+from .fences import Patience
+from .output_processor import OutputProcessor
 from .prompts import Embeddings, Prompt
 from .readiness import EngineReadiness
 from .refusals import in_users_words
-from .request_builder import RequestBuilder, num_prompt_tokens
+from .request_builder import RequestBuilder
 from .request_fields import RequestFields
 from .request_state import PooledRequestState, RequestState
+from .resubmission import Resubmissions, state_of
 from .scores import ScoredRequestState, wants_scores
-from .session import SessionItem
-from .wakeup import make_parker
+from .stopping import Stopper
+from .wakeup import Parker, make_parker
 
 __all__ = ["RequestDesk"]
 
-_SLICE_S = 0.001  # how long the output processor works before it lets other tasks run
-
 
 class RequestDesk:
-    """See the module. Lifetime: one session. Owning tasks: the session's, which run :meth:`feed_streams` and
-    :meth:`abort_dropped`."""
+    """See the module. Lifetime: one session. Owning tasks: the session's, which run :meth:`feed_streams`,
+    :meth:`abort_dropped` and the timer of :attr:`deadlines`."""
 
-    def __init__(self, core: EngineCoreClient) -> None:
+    def __init__(
+        self, core: EngineCoreClient, admission: AdmissionSettings, retries: RetryPolicy | None = None
+    ) -> None:
         self._core = core
         self._session = core.session
         self._builder: RequestBuilder | None = None
         self._readiness = EngineReadiness(core)
+        self._processor = OutputProcessor(core, self._tell_everyone)
         self.dropped: DroppedRequests = DroppedRequests()
+        self.deadlines: Deadlines = Deadlines(self._expire)
+        self.admission: Admission = Admission(self._session, admission)
+        self.resubmissions: Resubmissions = Resubmissions(core, self.admission, retries)
+        self.request_timeouts: int = 0
+        self._ends_awaited = 0
+        self._ends = anyio.Event()
+        self._session.on_room = self._look
 
     def open(self, builder: RequestBuilder) -> None:
         """Take requests from now on, and make them with ``builder``."""
@@ -72,21 +86,33 @@ class RequestDesk:
 
     # ------------------------------------------------------------- used by streams
 
+    def ticket(self, prompt: Prompt, label: str | None, *, num_seqs: int = 1, nowait: bool = False) -> Ticket:
+        """A ticket for a request with ``prompt``; whoever asks for it closes it."""
+        size_bytes = len(prompt) if isinstance(prompt, str) else getattr(prompt, "nbytes", 0)
+        return self.admission.ticket(label, num_seqs=num_seqs, size_bytes=size_bytes, nowait=nowait)
+
     async def prepare(
-        self, prompt: Prompt, params: SamplingParams | PoolingParams, label: str | None, fields: RequestFields
+        self,
+        ticket: Ticket,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        fields: RequestFields,
     ) -> Sequence[int] | Embeddings:
-        """The prompt as it is sent; and everything that must be known of the engine, or loaded by it, before.
+        """The prompt as it is sent; and everything that must be known of the engine, or loaded by it, before. Returns
+        when the request may be sent at once, without another await; or when its ticket is aborted.
 
         Raises:
             RequestRejected: bad input, or an adapter that the engine cannot load; no request was sent.
+            OverloadedError, EngineAsleepError: no request is taken now, and it does not wait.
             EngineDeadError: the engine died, or the client is closed.
 
         Cancellation: returns at once.
         """
-        session = self._core.usable_session()
+        self._core.usable_session()
         builder = self.builder
-        if not session.connection.rota.serving:
-            await self._core.wait_room()
+        await self.admission.enter(ticket)
+        if ticket.aborted:
+            return ()
         if builder.limits.tasks is None:
             await self._readiness.learn_tasks()
             builder.take_limits(common_limits(self._session))
@@ -95,14 +121,15 @@ class RequestDesk:
         if adapter is not None and not self._readiness.has_loaded(adapter):
             # All else is checked before anything is sent; by now the engine may be dead.
             self._core.usable_session()
-            request, _ = builder.build(prepared, params, label, fields)
+            request = builder.build(prepared, params, ticket.label, fields)
             request.lora_request = None
             with in_users_words(request.external_req_id or ""):
                 connection = self._session.connection
                 ranks = connection.rota.alive or connection.ranks
                 connection.check(request, ranks[0])  # it may be dying: loading will tell
             await self._readiness.load(adapter, builder.limits.max_loras)
-        await self._core.wait_room()  # behind it there is no other await before the request is sent
+        length = prepared.tensor.shape[0] if isinstance(prepared, Embeddings) else _length(prepared)
+        await self.admission.clear(ticket, length)
         return prepared
 
     def check_usable(self) -> None:
@@ -120,37 +147,121 @@ class RequestDesk:
     def send(
         self,
         prompt: Sequence[int] | Embeddings,
-        params: SamplingParams | PoolingParams,
+        params: SamplingParams,
         label: str | None,
         fields: RequestFields,
-    ) -> tuple[RequestState, Detokenizer | None, int]:
-        """Check, register and send one request. Synchronous: it is owned when this returns.
+        timeouts: Timeouts | None = None,
+        started_s: float = 0.0,
+    ) -> Completions:
+        """Check, register and send one request, with all its completions. Synchronous: it is owned when this returns.
+
+        Raises:
+            RequestRejected: bad input; nothing was sent.
+            EngineDeadError: the engine died, or the client is closed; no part of it is left in another.
+        """
+        request = self.builder.build(prompt, params, label, fields)
+        timed = timeouts is not None and timeouts.needs_tokens_timed
+        completions = self._completions(request, params, timed=timed)
+        states = completions.states
+        try:
+            for child, state in zip(children_of(request, params.n), states, strict=True):
+                self._add(child, state)
+        except BaseException:
+            self.abort(states)
+            raise
+        self.builder.note_sent(request)
+        if timeouts is not None:
+            for state in states:
+                self.deadlines.watch(state, timeouts, started_s)
+        return completions
+
+    def send_pooling(
+        self, prompt: Sequence[int] | Embeddings, params: PoolingParams, label: str | None, fields: RequestFields
+    ) -> tuple[PooledRequestState, int]:
+        """:meth:`send` for a request that generates nothing: where its result will be, and the length of its prompt.
 
         Raises:
             RequestRejected: bad input; nothing was sent.
             EngineDeadError: the engine died, or the client is closed.
         """
-        request, detokenizer = self.builder.build(prompt, params, label, fields)
-        assert request.external_req_id is not None
-        length = num_prompt_tokens(request)
-        state = _make_state(request.request_id, request.external_req_id, params, length)
+        request = self.builder.build(prompt, params, label, fields)
+        state = PooledRequestState(request.request_id, request.external_req_id or "", make_parker())
+        self._add(request, state)
+        return state, num_prompt_tokens(request)
+
+    def unsent(self, params: SamplingParams, label: str | None) -> Completions:
+        """What becomes of a request whose end was asked for before it was sent."""
+        label, wire_id = self.builder.next_ids(label)
+        request = EngineCoreRequest(wire_id, None, external_req_id=label)
+        completions = self._completions(request, params, timed=False)
+        for state in completions.states:
+            state.aborted()
+        return completions
+
+    def unsent_pooling(self, label: str | None) -> PooledRequestState:
+        """:meth:`unsent` for a request that generates nothing."""
+        label, wire_id = self.builder.next_ids(label)
+        state = PooledRequestState(wire_id, label, make_parker())
+        state.aborted()
+        return state
+
+    def _completions(self, request: EngineCoreRequest, params: SamplingParams, *, timed: bool) -> Completions:
+        builder, parker, woken = self.builder, make_parker(), deque[int]()
+        length, decode = num_prompt_tokens(request), builder.token_texts if params.detokenize else None
+        found: list[Completion] = []
+        for index, child in enumerate(children_of(request, params.n)):
+            detokenizer = builder.detokenizer(request, params)
+            waker = parker if params.n == 1 else ChildParker(index, parker, woken)
+            state = _make_state(child, waker, params, length, timed=timed)
+            if params.stop and detokenizer is not None:
+                state.stopper = Stopper(params, detokenizer)
+            found.append(Completion(index, state, params, detokenizer, length, decode))
+        return Completions(found, parker, woken)
+
+    def _add(self, request: EngineCoreRequest, state: RequestState) -> None:
         with in_users_words(state.label):
-            state.rank = self._core.add(request, state)
-        self.builder.note_sent(request)
-        return state, detokenizer, length
+            state.rank = self.resubmissions.send(request, state)
 
-    def token_texts(self) -> TokenDecoder | None:
-        """What tells the texts of single tokens, if the model has a tokenizer."""
-        return self.builder.token_texts
-
-    def abort(self, states: Sequence[RequestState]) -> None:
-        """Abort requests in the engine and give their consumers the final item. Synchronous."""
-        self._core.abort([state.wire_id for state in states])
+    def abort(self, states: Sequence[RequestState]) -> tuple[str, ...]:
+        """Abort requests in the engine and give their consumers the final item; the wire ids of those that were alive.
+        Synchronous."""
+        return self._core.abort([state.wire_id for state in states]) + self.resubmissions.withdraw(states)
 
     def live(self) -> list[RequestState]:
         """The requests that have not ended."""
         consumers = [entry.consumer for entry in self._session.connection.requests.live.values()]
-        return [state for state in consumers if isinstance(state, RequestState)]
+        return [*filter(None, map(state_of, consumers)), *self.resubmissions.waiting()]
+
+    async def wait_ended(self, states: Sequence[RequestState], patience: Patience) -> None:
+        """Wait until all of ``states`` have ended.
+
+        Raises:
+            DrainTimeout: some have not in time; it names their ranks.
+
+        Cancellation: safe.
+        """
+        self._ends_awaited += 1
+        try:
+            with patience.scope():
+                while not all(state.ended for state in states):
+                    await self._ends.wait()
+        finally:
+            self._ends_awaited -= 1
+        if ranks := {state.rank for state in states if not state.ended}:
+            raise patience.exhausted(ranks, "requests are still in flight; none is aborted")
+
+    def _look(self) -> None:
+        """Something has ended, or been read, or died: who waits for that looks again."""
+        self.admission.look()
+        if self._ends_awaited:
+            self._ends.set()
+            self._ends = anyio.Event()
+
+    def _expire(self, expired: Sequence[tuple[RequestState, RequestTimeout]]) -> None:
+        self.request_timeouts += len(expired)
+        for state, error in expired:
+            state.fail(error)
+        self.abort([state for state, _ in expired])
 
     # -------------------------------------------------------------- session tasks
 
@@ -158,7 +269,7 @@ class RequestDesk:
         """The output processor, and what it owes to those who wait when it ends."""
         session = self._session
         try:
-            await session.own(self._process_outputs)
+            await session.own(self._processor.run)
         finally:
             # It may have failed, or been cancelled before the block is left: who waits for outputs must hear of it.
             if isinstance(session.cause, ClientFailedError):
@@ -172,54 +283,13 @@ class RequestDesk:
             while True:
                 self.abort([state for state in await self.dropped.take() if not state.ended])
 
-    async def _process_outputs(self) -> None:
-        feed = self._session.feed
-        while True:
-            try:
-                item = await feed.receive()
-            except anyio.EndOfStream:
-                return
-            slice_end_s = time.perf_counter() + _SLICE_S
-            while True:
-                self._take(item)
-                if time.perf_counter() > slice_end_s:
-                    break
-                try:
-                    item = feed.receive_nowait()
-                except (anyio.WouldBlock, anyio.EndOfStream):
-                    break
-
     def close(self) -> None:
         """The session ends: consumers get what has arrived and a final item or error, before anything is torn down.
         Synchronous, idempotent."""
-        while True:
-            try:
-                self._take(self._session.feed.receive_nowait())
-            except (anyio.WouldBlock, anyio.EndOfStream):
-                break
+        self._processor.finish()
         self._session.close()
         assert self._session.cause is not None
         self._tell_everyone(self._session.cause)
-
-    def _take(self, item: SessionItem) -> None:
-        connection = self._session.connection
-        if isinstance(item, OutputBatch):
-            for entry, exc in connection.requests.dispatch(item.outputs):
-                self._core.abort([entry.request_id])
-                assert isinstance(entry.consumer, RequestState)
-                error = OutputProcessingError(
-                    f"cannot take an output of request {entry.request_id!r}: {exc!r}", request_id=entry.consumer.label
-                )
-                error.__cause__ = exc
-                entry.consumer.fail(error)
-        elif isinstance(item, EngineDeadError):
-            self._tell_everyone(item)
-        elif isinstance(item, RankDeath):
-            connection.requests.fail_all(item.error, item.rank)
-            connection.utilities.fail_all(item.error, item.rank)
-        else:
-            assert isinstance(item, UtilityReply)
-            connection.utilities.resolve(item.rank, item.output)
 
     def _tell_everyone(self, cause: EngineDeadError) -> None:
         session = self._session
@@ -229,17 +299,27 @@ class RequestDesk:
                 for state in states:
                     state.fail(cause)
             self.abort(states)
+        self.resubmissions.end(cause)
         session.connection.requests.fail_all(cause)
         session.connection.utilities.fail_all(cause)
         session.told_everyone()
 
 
 def _make_state(
-    wire_id: str, label: str, params: SamplingParams | PoolingParams, num_prompt_tokens: int
+    request: EngineCoreRequest, parker: Parker, params: SamplingParams, num_prompt_tokens: int, *, timed: bool
 ) -> RequestState:
-    """Where the outputs of a request with ``params`` go: the plain one, unless it asks for more than tokens."""
-    if isinstance(params, PoolingParams):
-        return PooledRequestState(wire_id, label, make_parker())
+    """Where the outputs of a request go: the plain one, unless it asks for more than tokens."""
+    wire_id, label = request.request_id, request.external_req_id or ""
     if wants_scores(params):
-        return ScoredRequestState(wire_id, label, make_parker(), params, num_prompt_tokens)
-    return RequestState(wire_id, label, make_parker())
+        scored = TimedScoredRequestState if timed else ScoredRequestState
+        state: RequestState = scored(wire_id, label, parker, params, num_prompt_tokens)
+    else:
+        state = (TimedRequestState if timed else RequestState)(wire_id, label, parker)
+    if params.stream_interval is not None:
+        state.interval = params.stream_interval
+    return state
+
+
+def _length(prompt: object) -> int:
+    """How many tokens it has, if it can be told: what it is made of is checked later."""
+    return len(prompt) if isinstance(prompt, Sequence) else 0

@@ -8,25 +8,23 @@ item.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, TracebackType
+from typing import Self
 
 import anyio
-from msgspec.structs import replace
 
 from anyengine.exceptions import EngineDeadError, EngineError, OutputProcessingError, RequestError
 from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind, SamplingParams
 
+from .admission import Ticket
+from .deadlines import Timeouts
+from .fan_out import Completions
 from .prompts import Embeddings, Prompt
 from .request_desk import RequestDesk
 from .request_fields import RequestFields
-from .request_state import RequestState
-from .scores import ScoredRequestState, Scores
-
-if TYPE_CHECKING:
-    from anyengine._text import Detokenizer
+from .wakeup import EndBell
 
 __all__ = ["RequestStream"]
 
@@ -47,19 +45,24 @@ class RequestStream:
         params: SamplingParams,
         request_id: str | None,
         fields: RequestFields,
+        *,
+        limits_s: Mapping[str, float | None] = MappingProxyType({}),
+        nowait: bool = False,
+        on_end: Callable[[], None] | None = None,
     ) -> None:
         self._find_desk = desk
         self._desk: RequestDesk | None = None  # of the session that the request was sent in
         self._prompt = prompt
         self._params = params
         self._fields = fields
+        self._limits_s = limits_s
+        self._nowait = nowait
+        self._on_end = on_end
         self._label = request_id
-        self._state: RequestState | None = None
-        self._detokenizer: Detokenizer | None = None
-        self._scores: Scores | None = None
-        self._num_prompt_tokens = 0
-        self._token_ids: list[int] = []
-        self._text: list[str] = []
+        self._ticket: Ticket | None = None
+        self._abort_asked = False
+        self._completions: Completions | None = None
+        self._gather = params.output_kind is OutputKind.FINAL_ONLY
         self._owned_by_block = False
         self._busy = False
         self._over = False
@@ -72,18 +75,32 @@ class RequestStream:
 
     @property
     def rank(self) -> int | None:
-        """The rank that runs it; ``None`` before the request is sent."""
-        return None if self._state is None else self._state.rank
+        """The rank that runs it, or its first completion; ``None`` before the request is sent."""
+        return None if self._completions is None else self._completions.states[0].rank
+
+    @property
+    def attempts(self) -> int:
+        """How often the request, or its first completion, has been sent: more than once after a retry or a replay."""
+        return 0 if self._completions is None else self._completions.states[0].attempts
+
+    @property
+    def wire_id(self) -> str | None:
+        """Its id on the wire, or its first completion's: no other request has it, and a retry or a replay changes it;
+        ``None`` before the request is sent."""
+        return None if self._completions is None else self._completions.states[0].wire_id
+
+    @property
+    def lag(self) -> int:
+        """How many tokens have arrived and have not been taken: how far the consumer is behind. They wait in one
+        merged piece."""
+        return 0 if self._completions is None else self._completions.lag
 
     # ------------------------------------------------------------------- context
 
     async def __aenter__(self) -> Self:
         """Send the request, if it has not been sent.
 
-        Raises:
-            RequestRejected: bad input; nothing was sent.
-            EngineDeadError: the engine died, or the client is closed.
-            ClosedResourceError: the stream was closed before.
+        Raises: see :meth:`start`.
 
         Cancellation: nothing is left in the engine.
         """
@@ -91,31 +108,77 @@ class RequestStream:
         self._owned_by_block = True
         return self
 
-    async def start(self) -> RequestState:
+    async def start(self) -> Completions:
         """Send the request, if it has not been sent; what :meth:`__aenter__` and the first item do. For the client.
 
         Raises:
             RequestRejected: bad input; nothing was sent.
+            OverloadedError: an admission limit is reached; nothing was sent.
+            EngineAsleepError: the engine is paused or asleep; nothing was sent.
+            RequestTimeout: one of its time limits passed before it could be sent.
             EngineDeadError: the engine died, or the client is closed.
             ClosedResourceError: the stream was closed before.
 
         Cancellation: nothing is left in the engine.
         """
-        prepared: Sequence[int] | Embeddings = ()
+        if (sent := self._sent_or_closed()) is not None:
+            return sent
         desk = self._find_desk()
-        if self._state is None and not self._over:
-            prepared = await desk.prepare(self._prompt, self._params, self._label, self._fields)
-        if self._state is None:  # looked at again, both: another task may have sent or closed it meanwhile
-            if self._over:
-                raise anyio.ClosedResourceError
-            accepted = desk.send(prepared, self._params, self._label, self._fields)
-            self._state, self._detokenizer, self._num_prompt_tokens = accepted
-            self._desk = desk
-            self._label = self._state.label
-            if isinstance(self._state, ScoredRequestState):
-                self._scores = Scores(self._params, desk.token_texts() if self._params.detokenize else None)
-            self._prompt, self._fields = (), {}  # sent: not ours to keep
-        return self._state
+        num_seqs = self._params.n
+        self._ticket = ticket = desk.ticket(self._prompt, self._label, num_seqs=num_seqs, nowait=self._nowait)
+        try:
+            timeouts = Timeouts.of(**self._limits_s) if self._limits_s else None
+            started_s = 0.0
+            if timeouts is None:
+                prepared = await desk.prepare(ticket, self._prompt, self._params, self._fields)
+            else:
+                started_s = anyio.current_time()
+                prepared = await self._prepare_in_time(desk, ticket, timeouts, started_s)
+            if (sent := self._sent_or_closed()) is not None:  # by another task, meanwhile
+                return sent
+            aborted = self._abort_asked or ticket.aborted
+            return self._send(desk, prepared, timeouts, started_s, aborted=aborted)
+        finally:
+            self._ticket = None
+            ticket.close()
+
+    def _sent_or_closed(self) -> Completions | None:
+        if self._completions is None and self._over:
+            raise anyio.ClosedResourceError
+        return self._completions
+
+    async def _prepare_in_time(
+        self, desk: RequestDesk, ticket: Ticket, timeouts: Timeouts, started_s: float
+    ) -> Sequence[int] | Embeddings:
+        limit_s, name = timeouts.before_sending_s()
+        with anyio.CancelScope(deadline=started_s + limit_s):
+            return await desk.prepare(ticket, self._prompt, self._params, self._fields)
+        desk.request_timeouts += 1
+        raise timeouts.expired(name, self._label, sent=False)
+
+    def _send(
+        self,
+        desk: RequestDesk,
+        prepared: Sequence[int] | Embeddings,
+        timeouts: Timeouts | None,
+        started_s: float,
+        *,
+        aborted: bool,
+    ) -> Completions:
+        if aborted:
+            completions = desk.unsent(self._params, self._label)
+        else:
+            completions = desk.send(prepared, self._params, self._label, self._fields, timeouts, started_s)
+        self._completions = completions
+        self._desk = desk
+        self._label = completions.states[0].label
+        if self._on_end is not None:
+            for state in completions.states:
+                state.parker = EndBell(completions, self._on_end)
+            if completions.ended:
+                self._on_end()
+        self._prompt, self._fields = (), {}  # sent: not ours to keep
+        return completions
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -132,25 +195,41 @@ class RequestStream:
 
     def close_nowait(self) -> None:
         """:meth:`aclose` without a checkpoint. Synchronous: it may stand in a ``finally``."""
-        state = self._state
-        if state is not None and not state.ended:
-            self._abort(state)
+        if self._completions is not None:
+            self._abort_running(self._completions)
+        elif self._ticket is not None:
+            self._ticket.abort()
         self._over = True  # last: in another thread the abort is refused, and the stream is what it was
 
     def abort(self) -> None:
-        """Ask for the end: the request is aborted, and the stream yields its last item, with ``finish_reason="abort"``.
+        """Ask for the end: the request is aborted, and the stream yields its last item, with ``finish_reason="abort"``
+        and everything that has arrived. One that has not been sent never will be.
 
-        Synchronous. Does nothing once the request has ended.
+        Synchronous. Completions that have ended stay as they are; does nothing once all have.
         """
-        if self._state is not None and not self._state.ended:
-            self._abort(self._state)
+        if self._completions is None:
+            self._abort_asked = True
+            if self._ticket is not None:
+                self._ticket.abort()
+        else:
+            self._abort_running(self._completions)
+
+    def _abort_running(self, completions: Completions) -> None:
+        if running := completions.running():
+            assert self._desk is not None
+            self._desk.abort(running)
+
+    def disown(self) -> None:
+        """Somebody else sees to its end."""
+        self._over = True
 
     def __del__(self) -> None:
-        state = getattr(self, "_state", None)
-        if state is not None and not state.ended and not self._over:
+        completions: Completions | None = getattr(self, "_completions", None)
+        if completions is not None and not self._over and (running := completions.running()):
             # A collection can run in another thread or in the middle of a send: only leave a note for the session.
             assert self._desk is not None
-            self._desk.dropped.put(state)
+            for state in running:
+                self._desk.dropped.put(state)
             warnings.warn(
                 f"request stream {self._label!r} was dropped before it had ended; its request is aborted. "
                 "Iterate it to its end, or use it as `async with client.generate(...) as stream`",
@@ -171,6 +250,8 @@ class RequestStream:
         Raises:
             StopAsyncIteration: the final output was delivered, or the stream was closed.
             RequestRejected: bad input; nothing was sent.
+            OverloadedError, EngineAsleepError: no request is taken now; nothing was sent.
+            RequestTimeout: one of its time limits passed; what had arrived was delivered before, and is in ``partial``.
             RequestFailed: the engine ended the request with an error, or aborted it on its own account.
             EngineDeadError: the engine died, or the client is closed; again on every further call.
             BusyResourceError: another task is iterating.
@@ -186,12 +267,11 @@ class RequestStream:
             raise anyio.BusyResourceError("iterating over")
         self._busy = True
         try:
-            state = self._state
-            if state is None:
-                state = await self.start()
-            final_only = self._params.output_kind is OutputKind.FINAL_ONLY
-            while not state.ended and (final_only or state.token_ids is None):
-                await state.parker.park()
+            completions = self._completions
+            if completions is None:
+                completions = await self.start()
+            while not completions.ready(gather=self._gather):
+                await completions.parker.park()
         except anyio.ClosedResourceError:
             raise StopAsyncIteration from None  # closed by another task while the prompt was being tokenized
         except BaseException as exc:
@@ -201,88 +281,34 @@ class RequestStream:
             raise
         finally:
             self._busy = False
-        return self._take(state)
+        return self._take(completions)
 
-    def _abort(self, state: RequestState) -> None:
-        assert self._desk is not None
-        self._desk.abort([state])
-
-    def _take(self, state: RequestState) -> RequestOutput:
+    def _take(self, completions: Completions) -> RequestOutput:
         """Empty the merge buffer. Synchronous, so nothing can be lost between the buffer and the caller."""
-        ids, state.token_ids = state.token_ids or [], None
-        if state.error is not None and (not ids or self._params.output_kind is OutputKind.FINAL_ONLY):
-            self._token_ids += ids
-            if self._scores is not None:
-                self._take_scores(self._scores, state)
-            self._over, self._error = True, state.error
-            raise self._own(state.error)
-        finished = state.finish_reason is not None
+        failure = completions.failure(gather=self._gather)
+        if failure is not None:
+            self.close_nowait()  # one completion's trouble is that of all
+            self._error = failure
+            raise self._own(failure)
         try:
-            text = self._detokenize(ids, state, finished=finished)
+            output = completions.take(gather=self._gather)
         except Exception as exc:
-            raise self._fail_processing(state, exc) from exc
-        self._token_ids += ids
-        if self._scores is not None:
-            self._take_scores(self._scores, state)
-        if text:
-            self._text.append(text)
-        self._over = finished
-        everything = self._params.output_kind is not OutputKind.DELTA
-        if everything:
-            text, ids = "".join(self._text), self._token_ids.copy()
-        return self._output(text, ids, state, everything=everything)
-
-    @staticmethod
-    def _take_scores(scores: Scores, state: RequestState) -> None:
-        """Together with the tokens, always: a row for each."""
-        assert isinstance(state, ScoredRequestState)
-        scores.take(state)
-
-    def _detokenize(self, ids: list[int], state: RequestState, *, finished: bool) -> str:
-        detokenizer = self._detokenizer
-        if detokenizer is None:
-            return ""
-        if not finished:
-            return detokenizer.push(ids)
-        if state.finish_reason == "stop" and not self._params.include_stop_str_in_output:
-            ids = ids[:-1]  # the token that ended it is among the ids, but no part of the text (as in vLLM)
-        return detokenizer.push(ids) + detokenizer.finish()
-
-    def _output(self, text: str, ids: list[int], state: RequestState, *, everything: bool) -> RequestOutput:
-        output = RequestOutput(
-            request_id=state.label,
-            text=text,
-            token_ids=ids,
-            finish_reason=state.finish_reason,
-            stop_reason=state.stop_reason,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_output_tokens=len(self._token_ids),
-            num_cached_tokens=state.num_cached_tokens,
-        )
-        # Not in the same call: its ** would double what an output without scores costs.
-        return output if self._scores is None else replace(output, **self._scores.fields(everything=everything))
-
-    def _fail_processing(self, state: RequestState, exc: Exception) -> OutputProcessingError:
-        """Rule 5: trouble with this request's text is this request's error; it is aborted, the others go on."""
-        self.close_nowait()
-        error = OutputProcessingError(
-            f"cannot process the output of request {state.label!r}: {exc!r}", request_id=state.label
-        )
-        error.__cause__ = exc
-        self._error = error
-        error.partial = self._partial()
-        return error
+            # Rule 5: trouble with this request's text is this request's error; it is aborted, the others go on.
+            self.close_nowait()
+            error = OutputProcessingError(
+                f"cannot process the output of request {self._label!r}: {exc!r}", request_id=self._label
+            )
+            error.__cause__ = exc
+            self._error = error
+            error.partial = completions.snapshot()
+            raise error from exc
+        self._over = output.finished
+        return output
 
     def _own(self, error: EngineError) -> EngineError:
         """A copy of ``error`` for the consumer, which may be everybody's: what is known of this request is in it."""
         own = error.for_waiter()
         if isinstance(own, RequestError | EngineDeadError):
             own.request_id = self._label
-            own.partial = self._partial()
+            own.partial = None if self._completions is None else self._completions.snapshot()
         return own
-
-    def _partial(self) -> RequestOutput | None:
-        """All that was delivered, as one output."""
-        if self._state is None:
-            return None
-        return self._output("".join(self._text), self._token_ids.copy(), self._state, everything=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import random
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -40,9 +40,10 @@ class Restarts:
     Invariant: a rank that is in ``pending`` is not in the rota, and has a task that brings it back or gives it up.
     """
 
-    def __init__(self, session: Session, *, chance: Callable[[], float] = random.random) -> None:
+    def __init__(self, session: Session, *, chance: Callable[[], float] | None = None) -> None:
         self._session = session
-        self._chance = chance
+        self.chance: Callable[[], float] = _chance if chance is None else chance
+        self._changed = anyio.Event()
         self._policy = session.settings.restart
         self._budgets: dict[int, RestartBudget] = {}
         self._scopes: dict[int, anyio.CancelScope] = {}
@@ -80,6 +81,18 @@ class Restarts:
         self._session.tasks.start_soon(self._session.own, self._bring_back, rank, restart, scope)
         return True
 
+    def look(self) -> None:
+        """A rank is back or lost, or the session has ended: whoever waits for a rank looks again. Synchronous."""
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def wait_change(self) -> None:
+        """Wait until :meth:`look` is called.
+
+        Cancellation: safe.
+        """
+        await self._changed.wait()
+
     async def stop(self) -> None:
         """Leave every restart where it is, since the session ends: whatever it has started is the session's.
 
@@ -110,7 +123,7 @@ class Restarts:
     def _next(self, rank: int, failure: EngineError) -> Restart | None:
         assert self._policy is not None
         budget = self._budgets.setdefault(rank, RestartBudget(self._policy))
-        restart = budget.failed(failure, anyio.current_time(), self._chance())
+        restart = budget.failed(failure, anyio.current_time(), self.chance())
         if restart is not None:
             _logger.warning(
                 "engine %d is started again in %.1f s (%d of %d times in %g s): %s",
@@ -248,7 +261,13 @@ class Restarts:
         session.life.back(rank)
         session.liveness.returned(rank)
         session.send_budget.wake()
+        self.look()
         _logger.warning("engine %d serves again", rank)
         engine = session.engines[rank]
         if isinstance(engine, SupervisedEngine) and engine.child.exited.is_set():
             session.burials.bury(rank)  # it died a moment ago, when nobody took that for a death
+
+
+def _chance() -> float:
+    """A random number from 0 to 1. (The module random would load hashlib and OpenSSL with it.)"""
+    return int.from_bytes(os.urandom(4)) / 0xFFFF_FFFF

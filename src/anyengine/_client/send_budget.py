@@ -1,8 +1,9 @@
 """How much may be on its way to an engine: back-pressure for payloads, since the socket itself takes everything.
 
-Owns the count of bytes that were sent and are not known to have been read. That something has been read is known by a
-call behind it: its answer comes from beyond. So an engine that reads slowly holds up those who submit, and not our
-memory. The calls are made only once a quarter of the limit is on its way: short prompts never cause one.
+Owns the count of bytes that were sent and are not known to have been read. What comes back from behind them tells that
+they were: the first output of a request, or the answer to a call. So an engine that reads slowly holds up those who
+submit, and not our memory. Calls are made for it only once a quarter of the limit is on its way: short prompts never
+cause one.
 """
 
 from __future__ import annotations
@@ -12,11 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import anyio
-
-from anyengine._transport.abc import PeerUnreachable
-from anyengine._wire import engine_identity
-
-from .liveness import PROBE
 
 if TYPE_CHECKING:
     from .session import Session
@@ -30,75 +26,98 @@ class _Account:
     read_bytes: int = 0
     asking: bool = False
 
-    @property
-    def unread_bytes(self) -> int:
-        return self.sent_bytes - self.read_bytes
-
 
 class SendBudget:
     """The accounts of all ranks. Invariant: a rank with ``limit_bytes`` or more on its way gets nothing more. (So one
-    payload may go beyond the limit, and one that is larger than the limit can still be sent.)"""
+    payload may go beyond the limit, and one that is larger than the limit can still be sent.) Aborts and calls do not
+    count: they are small, and must get through."""
 
     def __init__(self, session: Session, ranks: Iterable[int], limit_bytes: int) -> None:
         self._session = session
         self._limit_bytes = limit_bytes
         self._accounts = {rank: _Account() for rank in ranks}
         self._changed = anyio.Event()
+        self.waiting: int = 0
+        """How many tasks are in :meth:`wait_room`."""
 
     @property
     def unread_bytes(self) -> int:
         """What is on its way to all ranks together."""
-        return sum(account.unread_bytes for account in self._accounts.values())
+        return sum(map(self._unread_bytes, self._accounts))
 
-    def has_room(self, rank: int) -> bool:
-        """Whether something may be sent to ``rank`` now."""
-        return self._accounts[rank].unread_bytes < self._limit_bytes
+    def sent_bytes(self, rank: int) -> int:
+        """What ``rank`` has been sent so far."""
+        return self._accounts[rank].sent_bytes
+
+    def has_room(self, rank: int, coming_bytes: int = 0) -> bool:
+        """Whether something may be sent to ``rank`` now, behind ``coming_bytes`` of others."""
+        return self._unread_bytes(rank) + coming_bytes < self._limit_bytes
+
+    def any_room(self, coming_bytes: int = 0) -> bool:
+        """Whether something may be sent to some rank that serves; or none serves and none is waited for, and sending
+        will tell why."""
+        session = self._session
+        if session.cause is not None:
+            return True
+        if serving := session.connection.rota.serving:
+            return any(self.has_room(rank, coming_bytes) for rank in serving)
+        return not session.restarts.are_awaited
 
     async def wait_room(self) -> None:
-        """Wait until some rank that serves has room, or none serves and none is waited for: sending will tell why.
+        """Wait until :meth:`any_room`.
 
         Cancellation: safe.
         """
-        session = self._session
-        while session.cause is None and ((serving := session.connection.rota.serving) or session.restarts.are_awaited):
-            if any(map(self.has_room, serving)):
-                return
-            await self._changed.wait()
+        self.waiting += 1
+        try:
+            while not self.any_room():
+                await self._changed.wait()
+        finally:
+            self.waiting -= 1
 
-    def charge(self, rank: int, size_bytes: int) -> None:
-        """So much has been sent."""
+    def charge(self, rank: int, size_bytes: int) -> int:
+        """So much has been sent; what ``rank`` has been sent with it."""
         account = self._accounts[rank]
         account.sent_bytes += size_bytes
-        if not account.asking and account.unread_bytes >= self._limit_bytes // 4:
+        if not account.asking and self._unread_bytes(rank) >= self._limit_bytes // 4:
             self._ask(rank, account)
+        return account.sent_bytes
+
+    def read(self, rank: int, mark_bytes: int) -> None:
+        """``rank`` has read everything up to this."""
+        account = self._accounts[rank]
+        if mark_bytes > account.read_bytes:
+            account.read_bytes = mark_bytes
+            self.wake()
 
     def forget(self, rank: int) -> None:
-        """The engine of ``rank`` is another one now."""
-        self._accounts[rank] = _Account()
+        """The engine of ``rank`` is another one now: what the former one was sent is on its way no more."""
+        account = self._accounts[rank]
+        account.read_bytes, account.asking = account.sent_bytes, False
 
     def wake(self) -> None:
-        """Ranks have died, or the session has ended: whoever waits looks again."""
-        self._changed.set()
-        self._changed = anyio.Event()
+        """There may be room, or ranks have died, or the session has ended: whoever waits looks again."""
+        if self.waiting:
+            self._changed.set()
+            self._changed = anyio.Event()
+        self._session.on_room()
+
+    def _unread_bytes(self, rank: int) -> int:
+        account = self._accounts[rank]
+        read_bytes = self._session.connection.requests.read_bytes.get(rank, 0)
+        return account.sent_bytes - max(account.read_bytes, read_bytes)
 
     def _ask(self, rank: int, account: _Account) -> None:
-        mark_bytes = account.sent_bytes
-        connection = self._session.connection
+        session = self._session
 
-        def answered() -> None:
+        def passed() -> None:
             account.asking = False
-            # A call that failed with its rank: that has read all that it ever will, and must be asked nothing more.
-            account.read_bytes = account.sent_bytes if rank in self._session.burials.deaths else mark_bytes
+            if rank in session.burials.deaths:  # it has read all that it ever will, and must be asked nothing more
+                self.read(rank, account.sent_bytes)
             self.wake()
-            serves = self._session.cause is None and rank in connection.rota.serving
-            if serves and account.unread_bytes >= self._limit_bytes // 4:
+            serves = session.cause is None and rank in session.connection.rota.serving
+            if serves and self._unread_bytes(rank) >= self._limit_bytes // 4:
                 self._ask(rank, account)
 
         account.asking = True
-        call, frames = connection.utility(PROBE, (), rank, answered)
-        try:
-            self._session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
-        except PeerUnreachable:
-            connection.utilities.forget(call.call_id)
-            account.asking = False
-            self._session.burials.bury(rank, "its input connection is gone")  # or those who wait for room wait on
+        session.fences.send(rank, passed)

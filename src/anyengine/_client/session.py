@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TypeAlias, TypeVarTuple
 
 import anyio
@@ -30,6 +31,8 @@ from anyengine.exceptions import (
 )
 
 from .burials import Burials, RankDeath
+from .closing import Closing
+from .fences import FencePassed, Fences
 from .liveness import Liveness
 from .notifications import Notification, Notifications, is_worth_a_line
 from .restarts import Restarts
@@ -44,7 +47,7 @@ _logger = logging.getLogger("anyengine.client")
 ArgsT = TypeVarTuple("ArgsT")
 
 
-SessionItem: TypeAlias = EngineCoreOutputs | UtilityReply | RankDeath | EngineDeadError
+SessionItem: TypeAlias = EngineCoreOutputs | UtilityReply | FencePassed | RankDeath | EngineDeadError
 """What travels through the session's feed, in the order received; the error that ends the session is the last
 item."""
 
@@ -78,13 +81,21 @@ class Session:
         self.restarts: Restarts = Restarts(self)
         self.feed: SessionFeed[SessionItem] = SessionFeed()
         self.liveness: Liveness = Liveness(self, self.ranks)
+        self.sent_again: int = 0
+        """How many requests wait to be sent once more: they are in no registry, and in flight all the same."""
         self.send_budget: SendBudget = SendBudget(self, self.ranks, settings.max_unread_bytes)
+        self.fences: Fences = Fences(self)
+        self.on_room: Callable[[], None] = _nothing
+        """Called when there may be room for a request where there was none."""
         self.notifications: Notifications = Notifications(settings.on_notification, tasks)
+        self.closing: Closing = Closing(self)
         self._messages_dropped = 0
         self.in_order: bool = False
         """Set by a client whose consumer of ``feed`` also resolves the replies and passes the cause on, so that a
         reply is a fence: everything sent before it has reached its consumers. Otherwise both happen as they arrive."""
+        self._idle = anyio.Event()
         self._thread_id = threading.get_ident()
+        self._loop = anyio.lowlevel.current_token()
         self._unwatched: dict[int, anyio.Event] = {}
         self._drain_scope = anyio.CancelScope()
         self._drained = anyio.Event()
@@ -94,7 +105,12 @@ class Session:
     @property
     def is_ready(self) -> bool:
         """Whether the engines were ready and the session has not ended."""
-        return self.cause is None and self.life.is_running
+        return self.cause is None and (self.life.is_running or self.closing.is_draining)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a :attr:`connection`: the engines have shaken hands."""
+        return hasattr(self, "connection")
 
     @property
     def is_left(self) -> bool:
@@ -155,17 +171,52 @@ class Session:
             raise self.cause.for_waiter()
         self.check_thread()
 
+    def check_admitting(self) -> None:
+        """Refuse a new request while those in flight are being finished.
+
+        Raises:
+            ClientClosedError: they are.
+        """
+        if self.closing.is_draining:
+            raise ClientClosedError("the client is being closed: it finishes what is in flight, and takes nothing new")
+
+    def abort_live(self) -> None:
+        """Abort every request in flight, and tell its consumer. Synchronous; an engine that is gone is
+        no error."""
+        if self.cause is None and self.is_connected:
+            for rank, frames in self.connection.abort([*self.connection.requests.live]):
+                with suppress(PeerUnreachable):
+                    self.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is in flight, or the session has ended; look again then.
+
+        Cancellation: safe.
+        """
+        await self._idle.wait()
+        self._idle = anyio.Event()
+
+    def note_idle(self) -> None:
+        """The last request in flight has left."""
+        self._idle.set()
+
     def check_thread(self) -> None:
-        """Refuse another thread than the session's, before anything is touched.
+        """Refuse another thread or event loop than the session's, before anything is touched.
 
         Raises:
             WrongLoopError: it is another one.
         """
-        if threading.get_ident() != self._thread_id:
+        if threading.get_ident() != self._thread_id or not self._in_own_loop():
             raise WrongLoopError(
                 "this client belongs to the event loop that entered it; from another thread, reach it "
                 "with anyio.from_thread"
             )
+
+    def _in_own_loop(self) -> bool:
+        try:
+            return anyio.lowlevel.current_token() == self._loop
+        except RuntimeError:  # a synchronous call outside of any task: no other loop has made it
+            return True
 
     def end(self, cause: EngineDeadError) -> None:
         """End the session with ``cause``, unless it has ended. Synchronous, idempotent."""
@@ -178,15 +229,18 @@ class Session:
         self.feed.close()
         self.burials.all_end(cause)
         self.ended.set()
+        self._idle.set()
         self.send_budget.wake()
+        self.restarts.look()
         if not self.in_order:
-            if hasattr(self, "connection"):
+            if self.is_connected:
                 self.connection.utilities.fail_all(cause)
             self.told_everyone()
 
     def close(self) -> None:
         """End the session since its block is being left, or cancelled; with the death of an engine that is dying, if
         none is left that serves."""
+        self.closing.note_closed()
         dying = self.burials.untold
         alone = dying and not self.connection.rota.serving
         self.end(self.burials.death(dying[0]) if alone else ClientClosedError("the client was closed"))
@@ -308,3 +362,7 @@ class Session:
             self._unwatched[engine.rank].set()
         if self.is_ready:
             self.burials.bury(engine.rank)
+
+
+def _nothing() -> None:
+    """Nobody waits for room."""

@@ -28,6 +28,7 @@ class SessionSettings:
     """One for each rank that is started; or one that is joined, with all its ranks."""
     startup_timeout_s: float
     shutdown_grace_s: float
+    drain_timeout_s: float
     liveness_timeout_s: float | None
     max_unread_bytes: int
     on_death: Literal["report", "cancel"]
@@ -42,6 +43,7 @@ class SessionSettings:
         *,
         startup_timeout_s: float | None,
         shutdown_grace_s: float | None,
+        drain_timeout_s: float,
         liveness_timeout_s: float | None,
         max_unread_bytes: int,
         on_death: Literal["report", "cancel"],
@@ -61,6 +63,8 @@ class SessionSettings:
         for name, given in (("startup_timeout_s", startup_timeout_s), ("shutdown_grace_s", shutdown_grace_s)):
             if given is not None and not given >= 0:
                 raise ValueError(f"{name}={given!r} must be at least 0, or None for the default")
+        if not drain_timeout_s >= 0:
+            raise ValueError(f"drain_timeout_s={drain_timeout_s!r} must be at least 0")
         if max_unread_bytes < 1:
             raise ValueError(f"max_unread_bytes={max_unread_bytes!r} must be at least 1")
         engines = _engines(engine)
@@ -73,6 +77,7 @@ class SessionSettings:
             engines=engines,
             startup_timeout_s=ENGINE_READY_TIMEOUT_S.value() if startup_timeout_s is None else startup_timeout_s,
             shutdown_grace_s=default_grace_s(engines) if shutdown_grace_s is None else shutdown_grace_s,
+            drain_timeout_s=drain_timeout_s,
             liveness_timeout_s=liveness_timeout_s,
             max_unread_bytes=max_unread_bytes,
             on_death=on_death,
@@ -81,10 +86,19 @@ class SessionSettings:
             restart=restart,
         )
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether the engines are in this process, and no socket is needed."""
+        return _in_memory(self.engines[0])
+
     def engine_of(self, rank: int) -> EngineSettings:
         """What was started as ``rank``; or what was joined, with all its ranks."""
         first = self.engines[0]
         return first if isinstance(first, AttachedEngine) else self.engines[rank]
+
+
+def _in_memory(engine: EngineSettings) -> bool:
+    return isinstance(engine, InMemoryEngine) or (isinstance(engine, EmbeddedEngine) and engine.in_process)
 
 
 def _engines(engine: EngineSettings | Sequence[EngineSettings] | None) -> tuple[EngineSettings, ...]:
@@ -99,8 +113,8 @@ def _engines(engine: EngineSettings | Sequence[EngineSettings] | None) -> tuple[
     joined = [one for one in engines if isinstance(one, AttachedEngine)]
     if joined and len(engines) > 1:
         raise ValueError(f"{joined[0]!r} stands for all ranks of a client: it cannot be one of {len(engines)} engines")
-    if len({isinstance(one, InMemoryEngine) for one in engines}) > 1:
-        raise ValueError("an InMemoryEngine can only be the rank of a client whose other engines are in memory too")
+    if len(set(map(_in_memory, engines))) > 1:
+        raise ValueError("an engine in memory can only be the rank of a client whose other engines are in memory too")
     sizes = [one.understood.data_parallel_size for one in engines if isinstance(one, VLLMEngine)]
     if max(sizes, default=1) > 1 and len(engines) > 1:
         raise ValueError(

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import anyio
@@ -26,11 +28,14 @@ from anyengine._transport.memory import MemoryEndpoints, MemoryLink
 from anyengine._wire import EngineAddresses, engine_identity, newer_than_known, rank_of
 from anyengine.config import (
     AttachedEngine,
+    CommandEngine,
     EngineSettings,
     InheritedEngine,
     InMemoryEngine,
+    LaunchedEngine,
     RemoteEngine,
     RunningEngine,
+    VLLMEngine,
 )
 from anyengine.exceptions import EngineError, EngineStartupError, RemoteProtocolError
 
@@ -72,7 +77,7 @@ async def start_engines(session: Session) -> None:
     """Start or await every engine of the session, until all of them take requests.
 
     Raises:
-        EngineStartupError: one did not become ready (:class:`StartupTimeout`: in time).
+        EngineStartupError: one could not be started, or did not become ready (:class:`StartupTimeout`: in time).
         EngineDeadError: one died right behind its handshake.
 
     Cancellation: at any point; what was started is the session's, which stops it.
@@ -89,6 +94,7 @@ async def start_engines(session: Session) -> None:
         refuse_waves(session)
         prefix = int.from_bytes(os.urandom(4)) >> 1
         session.connection = Connection(handshake.dialects, call_id_prefix=prefix, on_mode=session.life.confirmed)
+        session.connection.requests.on_idle = session.note_idle
         await session.tasks.start(session.own, session.drain_outputs)
         if isinstance(session.settings.engines[0], RunningEngine):
             unheard += session.ranks
@@ -96,12 +102,12 @@ async def start_engines(session: Session) -> None:
                 await session.liveness.wait_answering(unheard[0])
                 del unheard[0]
         _be_ready(session)
-    if deadline.cancelled_caught:
-        raise _too_late(session, handshake.pending or unheard or session.ranks)
-    await settle_dialects(session, session.ranks)
-    await learn_limits(session, session.ranks)
+        await settle_dialects(session, session.ranks)
+        await learn_limits(session, session.ranks)
     if session.cause is not None:
         raise session.cause.for_waiter()
+    if deadline.cancelled_caught:
+        raise _too_late(session, handshake.pending or unheard)
 
 
 def _be_ready(session: Session) -> None:
@@ -158,11 +164,15 @@ def start_engine(session: Session, rank: int) -> None:
     engine = session.settings.engine_of(rank)
     assert not isinstance(engine, AttachedEngine)
     child: Child
-    if isinstance(engine, InMemoryEngine):
+    if session.settings.in_memory:
         child = _task_child(session, rank, engine)
     else:
+        assert not isinstance(engine, InMemoryEngine)
         assert session.endpoints.handshake_address is not None
-        child = launch_engine(engine, handshake_address=session.endpoints.handshake_address, rank=rank)
+        try:
+            child = launch_engine(engine, handshake_address=session.endpoints.handshake_address, rank=rank)
+        except OSError as exc:
+            raise _not_started(engine, rank, exc) from exc
     try:
         supervised = SupervisedEngine(rank, child, session.settings.on_progress)
     except BaseException:
@@ -172,13 +182,30 @@ def start_engine(session: Session, rank: int) -> None:
     session.take_over(supervised)
 
 
-def _task_child(session: Session, rank: int, engine: InMemoryEngine) -> TaskChild:
+def _not_started(engine: LaunchedEngine, rank: int, exc: OSError) -> EngineStartupError:
+    """There is no process: the program is not there, or the system has no room for one."""
+    remedy = "the system has no room for a process"
+    if isinstance(exc, FileNotFoundError | PermissionError):
+        remedy = {
+            VLLMEngine: "python must name the interpreter of an environment with vLLM",
+            CommandEngine: "argv must begin with a program that can be run",
+        }.get(type(engine), "sys.executable must name the interpreter")
+    return EngineStartupError(f"engine {rank} cannot be started: {exc}: {remedy}", rank=rank, stage="spawned")
+
+
+def _task_child(session: Session, rank: int, engine: LaunchedEngine | InMemoryEngine) -> TaskChild:
     endpoints = session.endpoints
     assert isinstance(endpoints, MemoryEndpoints)
+    run: Callable[[MemoryLink, int, TaskHost], Awaitable[None]]
+    if isinstance(engine, InMemoryEngine):
+        run = engine.serve
+    else:
+        # Found by name, as `python -m anyengine.engine` finds its process: the client does not import engines.
+        run = partial(import_module("anyengine.engine.in_process").serve_in_thread, engine)
 
     async def serve(host: TaskHost) -> None:
         with MemoryLink(endpoints, engine_identity(rank)) as link:
-            await engine.serve(link, rank, host)
+            await run(link, rank, host)
 
     return TaskChild(serve)
 
@@ -265,7 +292,12 @@ def _note_stages(session: Session, handshake: FrontendHandshake) -> None:
 
 def _too_late(session: Session, late: Sequence[int]) -> EngineError:
     others = f" ({len(late)} of {len(session.ranks)} are not: {', '.join(map(str, late))})" if session.ranks[1:] else ""
-    return session.engines[late[0]].startup_timeout(session.settings.startup_timeout_s, others)
+    if not late:
+        others = " (it has said that it is ready, and does not answer)"
+    first = late[0] if late else session.ranks[0]
+    error = session.engines[first].startup_timeout(session.settings.startup_timeout_s, others)
+    error.stage_seconds_by_rank = {rank: engine.stage_seconds for rank, engine in session.engines.items()}
+    return error
 
 
 # -------------------------------------------------------------------------------- the dialects

@@ -9,6 +9,7 @@ a parker is reusable and makes one future (asyncio) or nothing (trio) for each w
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,7 +19,9 @@ from anyengine.exceptions import WrongLoopError
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["Parker", "make_parker"]
+__all__ = ["EndBell", "Parker", "make_parker"]
+
+_ANOTHER_LOOP = "a request stream belongs to the event loop of its client, and this is another one"
 
 
 class Parker(Protocol):
@@ -39,15 +42,18 @@ class Parker(Protocol):
 
 
 class _AsyncioParker:
-    __slots__ = ("_future", "_loop", "_thread_id")
+    __slots__ = ("_future", "_loop", "_running_loop", "_thread_id")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self._running_loop = sys.modules["asyncio"]._get_running_loop  # None, not an error, where there is none
         self._thread_id = get_ident()
         self._future: asyncio.Future[None] | None = None
 
     async def park(self) -> None:
         _check_thread(self._thread_id)
+        if self._running_loop() is not self._loop:
+            raise WrongLoopError(_ANOTHER_LOOP)
         self._future = self._loop.create_future()
         try:
             await self._future
@@ -58,6 +64,29 @@ class _AsyncioParker:
         future = self._future
         if future is not None and not future.done():
             future.set_result(None)
+
+
+class _Ending(Protocol):
+    @property
+    def ended(self) -> bool: ...
+
+
+class EndBell:
+    """In place of a parker where nobody sleeps for one request: rings when it ends, and at nothing else."""
+
+    __slots__ = ("_request", "_ring")
+
+    def __init__(self, request: _Ending, ring: Callable[[], None]) -> None:
+        self._request = request
+        self._ring = ring
+
+    async def park(self) -> None:
+        """Nobody sleeps here."""
+        raise AssertionError("a request that rings is not waited for")
+
+    def wake(self) -> None:
+        if self._request.ended:
+            self._ring()
 
 
 def _check_thread(thread_id: int) -> None:
@@ -86,6 +115,8 @@ def _trio_parker_class() -> type[Parker]:
 
         async def park(self) -> None:
             _check_thread(self._thread_id)
+            if not lowlevel.in_trio_task():
+                raise WrongLoopError(_ANOTHER_LOOP)
             self._task = lowlevel.current_task()
             await lowlevel.wait_task_rescheduled(self._abort)
 

@@ -8,9 +8,10 @@ pipes are read without blocking.
 from __future__ import annotations
 
 import fcntl
+import logging
+import math
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,19 +21,22 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import anyio
 import anyio.lowlevel
 
-from .orphans import kill_all_but_trackers, wait_ended
+from anyengine._owned_directories import OwnedDirectory
+
+from .orphans import kill_all_but_trackers, live_members, wait_ended
 
 __all__ = ["ChildProcess", "ProcessExit"]
 
+_logger = logging.getLogger("anyengine.engine")
+
 _STDERR_TAIL_LINES = 200
 _STDERR_TAIL_CHARS = 4096  # of each line: the tail is for a person to read
-_TRACKER_GRACE_S = 2.0  # for a resource tracker, once those that it serves are gone
-_TEAR_DOWN_S = 2.0  # for the kernel, once a process has been killed; milliseconds, unless it holds very much
+_TRACKER_GRACE_S = 1.0  # for a resource tracker, once those that it serves are gone
+_TEAR_DOWN_S = 1.0  # for the kernel, once a process has been killed; milliseconds, unless it holds very much
 _READ_BYTES = 16384
 _MAX_STDIN_BYTES = 60_000  # a pipe takes 64 KiB without blocking
 # A child that never ends its line must fill neither our memory nor our time. A status line is whole or useless; a log
@@ -80,7 +84,7 @@ class ChildProcess:
         stdin_line: bytes,
         env: Mapping[str, str] | None = None,
         orphans_grace_s: float = 0.0,
-        scratch_dir: Path | None = None,
+        scratch_dir: OwnedDirectory | None = None,
     ) -> None:
         if len(stdin_line) > _MAX_STDIN_BYTES:
             raise ValueError(
@@ -100,6 +104,8 @@ class ChildProcess:
         )
         self.pid: int = self._popen.pid
         self._stderr_tail: deque[str] = deque(maxlen=_STDERR_TAIL_LINES)
+        self.killed_orphans: list[int] = []
+        """The processes that it left behind, and that had to be killed."""
         self._exit: ProcessExit | None = None
         self.exited: anyio.Event = anyio.Event()
         self._pidfd = _open_pidfd(self.pid)
@@ -141,8 +147,9 @@ class ChildProcess:
         await stderr.finish()
         self.exited.set()
 
-    async def wait_orphans(self, on_stderr_line: Callable[[str], None]) -> None:
-        """After :meth:`watch`, read on until nobody that the child started lives, or ``orphans_grace_s`` is over.
+    async def wait_orphans(self, on_stderr_line: Callable[[str], None], limit_s: float = math.inf) -> None:
+        """After :meth:`watch`, read on until nobody that the child started lives, or ``orphans_grace_s`` is over, or
+        ``limit_s``.
 
         Cancellation: :meth:`reap` waits instead.
         """
@@ -150,10 +157,10 @@ class ChildProcess:
             return
         stderr = self._stderr_pump(on_stderr_line)
         self._signal_group(signal.SIGTERM)
-        with anyio.move_on_after(self._orphans_grace_s):
+        with anyio.move_on_after(min(self._orphans_grace_s, limit_s)):
             await stderr.run()
         if not stderr.ended.is_set():
-            kill_all_but_trackers(self.pid)
+            self.killed_orphans += kill_all_but_trackers(self.pid)
             with anyio.move_on_after(_TRACKER_GRACE_S):
                 await stderr.run()
         self._orphans_grace_s = 0.0
@@ -161,7 +168,7 @@ class ChildProcess:
     def _wait_orphans_blocking(self) -> None:
         self._signal_group(signal.SIGTERM)
         if not self._read_stderr_to_end(self._orphans_grace_s):
-            kill_all_but_trackers(self.pid)
+            self.killed_orphans += kill_all_but_trackers(self.pid)
             self._read_stderr_to_end(_TRACKER_GRACE_S)
         self._orphans_grace_s = 0.0
 
@@ -237,6 +244,9 @@ class ChildProcess:
                 with suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)
         else:
+            known = (self.pid, *self.killed_orphans)
+            left = [pid for pid in live_members(self.pid) if pid not in known] if self._popen.returncode is None else []
+            self.killed_orphans += left
             self._signal_group(signal.SIGKILL)
 
     def _signal_group(self, number: signal.Signals) -> None:
@@ -248,22 +258,25 @@ class ChildProcess:
     def reap(self) -> ProcessExit:
         """Collect the ended process and close its pipes. Synchronous, idempotent; :meth:`watch` must have ended.
 
-        Blocks for the moment that the kernel needs to tear killed processes down; and, if :meth:`wait_orphans` was not
-        called or cut short, for ``orphans_grace_s``.
+        Blocks for the moment that the kernel needs to tear killed processes down, which is bounded; and, if
+        :meth:`wait_orphans` was not called or cut short, for ``orphans_grace_s``.
         """
         self.kill()
         if self._orphans_grace_s:
             self._wait_orphans_blocking()
             self.kill()
-        if self._popen.returncode is None and hasattr(os, "waitid"):
-            with suppress(ChildProcessError):  # somebody else has reaped it
-                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-                wait_ended(self.pid, _TEAR_DOWN_S)  # what it had started, while the group's id is its own
-        self._exit = self.poll() or _describe(self.pid, self._popen.wait())
-        self._popen.wait()
+        self.poll()  # is it ours still?
+        if self._popen.returncode is None:
+            wait_ended(self.pid, _TEAR_DOWN_S)  # with what it had started, while the group's id is its own
+        try:
+            self._exit = self.poll() or _describe(self.pid, self._popen.wait(_TEAR_DOWN_S))
+            self._popen.wait(_TEAR_DOWN_S)
+        except subprocess.TimeoutExpired:  # in the hands of a driver: nobody can do more about it
+            _logger.warning("process %d does not end, though it was killed", self.pid)
+            self._exit = ProcessExit(self.pid, None, None)
         self._close_pipes()
         if self._scratch_dir is not None:
-            shutil.rmtree(self._scratch_dir, ignore_errors=True)
+            self._scratch_dir.remove()
         return self._exit
 
     def _close_pipes(self) -> None:

@@ -13,16 +13,24 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["kill_all_but_trackers", "wait_ended"]
+__all__ = ["kill_all_but_trackers", "live_members", "wait_ended"]
 
 _TRACKER = b"multiprocessing.resource_tracker"
 
 
-def kill_all_but_trackers(group: int) -> None:
-    """SIGKILL to every process of ``group`` but resource trackers."""
+def live_members(group: int) -> list[int]:
+    """The processes of ``group`` that run."""
+    return [int(entry.name) for entry in _members(group) if _runs(entry)]
+
+
+def kill_all_but_trackers(group: int) -> list[int]:
+    """SIGKILL to every process of ``group`` but resource trackers; which these were."""
+    killed: list[int] = []
     for entry in _members(group):
         with suppress(OSError, AttributeError):  # gone meanwhile; or no pidfd
-            _kill_member(entry, group)
+            if _runs(entry) and _kill_member(entry, group):
+                killed.append(int(entry.name))
+    return killed
 
 
 def wait_ended(group: int, limit_s: float) -> None:
@@ -49,13 +57,15 @@ def _runs(entry: Path) -> bool:
     return state not in b"ZX"  # a zombie, or dead: it has ended, and waits for whoever inherited it
 
 
-def _kill_member(entry: Path, group: int) -> None:
+def _kill_member(entry: Path, group: int) -> bool:
     pid = int(entry.name)
     if _TRACKER in (entry / "cmdline").read_bytes():
-        return
+        return False
     pidfd = os.pidfd_open(pid)
     try:
-        if os.getpgid(pid) == group:  # still the same one, since the descriptor keeps its id from being given away
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        if os.getpgid(pid) != group:  # another one by now; from here on the descriptor keeps the id from being reused
+            return False
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        return True
     finally:
         os.close(pidfd)

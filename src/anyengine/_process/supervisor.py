@@ -7,7 +7,8 @@ of sockets or requests; the session decides what an exit means.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -40,7 +41,9 @@ class Child(Protocol):
     def exited(self) -> anyio.Event: ...
     def stderr_tail(self, lines: int = 50) -> tuple[str, ...]: ...
     async def watch(self, on_stdout_line: Callable[[bytes], None], on_stderr_line: Callable[[str], None]) -> None: ...
-    async def wait_orphans(self, on_stderr_line: Callable[[str], None]) -> None: ...
+    @property
+    def killed_orphans(self) -> Sequence[int]: ...
+    async def wait_orphans(self, on_stderr_line: Callable[[str], None], limit_s: float) -> None: ...
     def poll(self) -> ProcessExit | None: ...
     def terminate(self) -> None: ...
     def kill(self) -> None: ...
@@ -58,6 +61,7 @@ class SupervisedEngine:
         self._on_status = on_status
         self._stage_started_s = anyio.current_time()
         self._stage_seconds: dict[str, float] = {}
+        self._shield: anyio.CancelScope | None = None
         self._report()
 
     async def supervise(self) -> None:
@@ -66,7 +70,8 @@ class SupervisedEngine:
         Shielded: it ends with the process, which the session's teardown ends in every case, so the last words of an
         engine are read even while the session is being cancelled.
         """
-        with anyio.CancelScope(shield=True):
+        # Bounded by whoever stops the session, who kills the process, and abandons it if that does not end it.
+        with anyio.CancelScope(shield=True) as self._shield:
             await self.child.watch(self._take_status, self._take_log)
 
     async def wait_ended(self) -> None:
@@ -76,12 +81,17 @@ class SupervisedEngine:
         """
         await self.child.exited.wait()
 
-    async def see_off(self) -> None:
-        """After the process: let what it started end by itself, for as long as it has a grace period.
+    def abandon(self) -> None:
+        """Watch it no longer: it has been killed and does not end, since the kernel holds it. Synchronous."""
+        if self._shield is not None:
+            self._shield.cancel()
+
+    async def see_off(self, limit_s: float = math.inf) -> None:
+        """After the process: let what it started end by itself, for as long as it has a grace period, or ``limit_s``.
 
         Cancellation: reaping the process waits instead.
         """
-        await self.child.wait_orphans(self._take_log)
+        await self.child.wait_orphans(self._take_log, limit_s)
 
     @property
     def stage_seconds(self) -> dict[str, float]:

@@ -53,6 +53,7 @@ class TaskChild:
     """Runs ``serve``. Owning task: the one that runs :meth:`watch`, which ends with it. Lifetime: one session."""
 
     pid: int | None = None
+    killed_orphans: tuple[int, ...] = ()
 
     def __init__(self, serve: Callable[[TaskHost], Awaitable[None]]) -> None:
         self._serve = serve
@@ -105,7 +106,7 @@ class TaskChild:
             return ProcessExit(None, 1, None)
         return ProcessExit(None, 0, None)
 
-    async def wait_orphans(self, on_stderr_line: Callable[[str], None]) -> None:
+    async def wait_orphans(self, on_stderr_line: Callable[[str], None], limit_s: float) -> None:
         """It has none."""
 
     def poll(self) -> ProcessExit | None:

@@ -1,17 +1,20 @@
 """Sans-I/O protocol: handshake, connection, registries, admission. No socket, clock or randomness in here."""
 
+from .aborts import AbortLedger
 from .admission import EngineLimits, check_prompt, check_prompt_length, check_token_ids, output_budget
-from .connection import Connection, Frames
+from .connection import Connection, Frames, checked_ids, num_prompt_tokens
 from .events import DeadSentinel, EEPNotification, Event, FaultStatus, MalformedMessage, UtilityReply
 from .handshake import EngineHandshake, FrontendHandshake, HandshakeStage
 from .life import Life
 from .life_events import ClientEvent, ClientState, CurrentState, RankChanged, RankState, StateChanged
 from .registrations import merge_registrations
+from .replays import continued, why_not_replayed
 from .requests import OutputConsumer, RequestEntry, RequestRegistry
 from .restarts import Restart, RestartBudget
 from .utilities import PendingCall, UtilityRegistry
 
 __all__ = [
+    "AbortLedger",
     "ClientEvent",
     "ClientState",
     "Connection",
@@ -41,6 +44,10 @@ __all__ = [
     "check_prompt",
     "check_prompt_length",
     "check_token_ids",
+    "checked_ids",
+    "continued",
     "merge_registrations",
+    "num_prompt_tokens",
     "output_budget",
+    "why_not_replayed",
 ]

@@ -34,7 +34,7 @@ from .ranks import RankRota
 from .requests import OutputConsumer, RequestEntry, RequestRegistry
 from .utilities import PendingCall, UtilityRegistry
 
-__all__ = ["Connection", "Frames"]
+__all__ = ["Connection", "Frames", "checked_ids", "num_prompt_tokens"]
 
 Frames: TypeAlias = Sequence[Frame]
 
@@ -105,7 +105,7 @@ class Connection:
                 socket.
         """
         frames = self.check(request, rank)
-        self.requests.open(request.request_id, rank, consumer)
+        self.requests.open(request.request_id, rank, consumer, num_prompt_tokens=num_prompt_tokens(request))
         return frames
 
     def abort(self, request_ids: str | Iterable[str]) -> list[tuple[int, Frames]]:
@@ -115,14 +115,7 @@ class Connection:
         Raises:
             RequestRejected: one is not a str; nothing has changed.
         """
-        if isinstance(request_ids, str):
-            request_ids = (request_ids,)
-        elif not isinstance(request_ids, Iterable):
-            reject("request_ids", request_ids, f"is a {type(request_ids).__name__}", "use a str, or several")
-        request_ids = list(request_ids)
-        for request_id in request_ids:
-            if not isinstance(request_id, str):
-                reject("request_ids", request_id, f"is a {type(request_id).__name__}", "use the str ids of requests")
+        request_ids = checked_ids(request_ids)
         messages: list[tuple[int, Frames]] = []
         closed: list[RequestEntry] = []
         for rank, ids in self.requests.by_rank(request_ids).items():
@@ -133,6 +126,10 @@ class Connection:
                 with suppress(Exception):  # whatever a consumer makes of it: the engine must hear of all of them
                     entry.consumer.aborted()
         return messages
+
+    def repeat_abort(self, request_ids: Sequence[str], rank: int) -> Frames:
+        """The frames of one more ABORT, for ids that are forgotten here and go on in the engine."""
+        return self._dialect(rank).encode_abort(list(request_ids))
 
     def utility(
         self, method: str, args: Sequence[Any], rank: int, on_done: Callable[[], None], *, unchecked: bool = False
@@ -234,3 +231,27 @@ class Connection:
             return self.dialects[rank]
         except KeyError:
             raise LocalProtocolError(f"rank {rank} is not connected; connected: {list(self.dialects)}") from None
+
+
+def num_prompt_tokens(request: EngineCoreRequest) -> int:
+    """The length of the request's prompt, whatever it is made of."""
+    if request.prompt_embeds is not None:
+        return request.prompt_embeds.shape[0]
+    return len(request.prompt_token_ids or ())
+
+
+def checked_ids(request_ids: str | Iterable[str]) -> list[str]:
+    """``request_ids`` as a list; one str is one id.
+
+    Raises:
+        RequestRejected: one is not a str.
+    """
+    if isinstance(request_ids, str):
+        request_ids = (request_ids,)
+    elif not isinstance(request_ids, Iterable):
+        reject("request_ids", request_ids, f"is a {type(request_ids).__name__}", "use a str, or several")
+    ids = list(request_ids)
+    for request_id in ids:
+        if not isinstance(request_id, str):
+            reject("request_ids", request_id, f"is a {type(request_id).__name__}", "use the str ids of requests")
+    return ids

@@ -6,7 +6,8 @@ Owns the account of one rank's failures under its policy. Starts nothing; time a
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+
+import msgspec
 
 from anyengine.exceptions import EngineError
 from anyengine.policies import RestartPolicy
@@ -14,8 +15,7 @@ from anyengine.policies import RestartPolicy
 __all__ = ["Restart", "RestartBudget"]
 
 
-@dataclass(frozen=True, slots=True)
-class Restart:
+class Restart(msgspec.Struct, frozen=True):
     """A start that is granted: number ``attempt`` of the present trouble, in ``delay_s`` from now."""
 
     attempt: int

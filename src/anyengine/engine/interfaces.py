@@ -36,10 +36,29 @@ class SequenceState:
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     """How many of prompt + output have their keys and values in the cache."""
+    block_ids: list[int] = field(default_factory=list)
+    """Where these are: block ``i`` holds tokens ``i * kv_block_tokens`` and following. The scheduler's to change."""
+    cache_key: bytes = b""
+    """What keys and values depend on besides the tokens: sequences share blocks only if they have this in common."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were in the cache when it joined the batch for the first time."""
+    num_preemptions: int = 0
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def skips_prefix_cache(self) -> bool:
+        """Whether all of its tokens are computed, though they may be in the cache."""
+        return bool(self.sampling.skip_reading_prefix_cache) or self.sampling.prompt_logprobs is not None
+
+    def token_slice(self, start: int, end: int) -> list[int]:
+        """Tokens ``start`` to ``end`` of prompt and output, without joining the two."""
+        num_prompt_tokens = len(self.prompt_token_ids)
+        if start >= num_prompt_tokens:
+            return self.output_token_ids[start - num_prompt_tokens : end - num_prompt_tokens]
+        return self.prompt_token_ids[start:end] + self.output_token_ids[: max(0, end - num_prompt_tokens)]
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,11 +85,12 @@ class ModelRunner(Protocol):
     max_model_len: int  # tokens, prompt and output together
     dtype: str  # "float32", "bfloat16", ...
     eos_token_ids: tuple[int, ...]
+    num_kv_blocks: int  # enough for one sequence of max_model_len
+    kv_block_tokens: int
 
     def start(self, seq: SequenceState) -> None:
-        """Admit ``seq``: reserve its cache space and sampler state. Raises MemoryError when there is none now
-        (``seq`` waits for others to finish); any other exception (a sampling parameter it cannot honour) fails this
-        request alone."""
+        """Take ``seq`` in, before it waits for its turn: sampler state and the like. An exception (a sampling
+        parameter it cannot honour, no memory) fails this request alone."""
 
     def finish(self, request_id: str) -> None:
         """Release everything held for it. Unknown ids are ignored."""
@@ -78,7 +98,10 @@ class ModelRunner(Protocol):
     def step(self, scheduled: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
         """Run one step; a sampled token for each entry, in order (``None``: its prompt is not complete yet).
 
-        Does not change ``seq``: the caller appends the token and advances ``num_computed_tokens``.
+        Keys and values of the new tokens go to, and those of the ``num_computed_tokens`` before them are in, the
+        blocks that ``seq.block_ids`` names. Other sequences may have some of these too, and only read them. A
+        preempted sequence computes its tokens again. Does not change ``seq``: the caller appends the token and
+        advances ``num_computed_tokens``.
         """
 
     def close(self) -> None:

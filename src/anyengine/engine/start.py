@@ -11,6 +11,7 @@ import os
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -21,7 +22,7 @@ from anyengine.engine.core.engine_core import EngineCore
 from anyengine.engine.interfaces import ModelRunner
 from anyengine.engine.serving.server import Attachment, OnStop, serve
 
-__all__ = ["run_attached_engine", "run_engine"]
+__all__ = ["create_core", "failure_status", "run_attached_engine", "run_engine"]
 
 RunnerFactory = Callable[[EmbeddedEngine, Callable[[Status], None]], ModelRunner]
 
@@ -41,9 +42,8 @@ def run_engine(launch_line: bytes, status_fd: int, *, on_stop: OnStop) -> int:
         attachment = Attachment(handshake_address=launch.handshake_address, rank=launch.rank)
         run_attached_engine(attachment, launch.engine or EmbeddedEngine(), report=report, on_stop=on_stop)
     except BaseException as exc:  # noqa: BLE001 - SystemExit from a library included: whatever ends an engine is reported
-        text = traceback.format_exc()
-        report(Status("failed", error=ChildError(_qualified_name(exc), str(exc), text)))
-        logging.getLogger(__name__).critical("the engine failed\n%s", text)
+        report(failure_status(exc))
+        logging.getLogger(__name__).critical("the engine failed\n%s", traceback.format_exc())
         exit_code = 1
     return exit_code
 
@@ -57,10 +57,22 @@ def run_attached_engine(
         Exception: whatever the start-up or the engine raised.
     """
 
-    def create_core() -> EngineCore:
-        return EngineCore(_runner_factory(config.runner)(config, report), config, rank=attachment.rank)
+    create_engine = partial(create_core, config, attachment.rank, report)
+    serve(attachment, create_engine=create_engine, report=report, on_stop=on_stop)
 
-    serve(attachment, create_engine=create_core, report=report, on_stop=on_stop)
+
+def create_core(config: EmbeddedEngine, rank: int, report: Callable[[Status], None]) -> EngineCore:
+    """The engine core with its model, loaded.
+
+    Raises:
+        Exception: whatever the model runner raised.
+    """
+    return EngineCore(_runner_factory(config.runner)(config, report), config, rank=rank)
+
+
+def failure_status(exc: BaseException) -> Status:
+    """What tells a host why its engine ends. Inside the handler of ``exc``."""
+    return Status("failed", error=ChildError(_qualified_name(exc), str(exc), traceback.format_exc()))
 
 
 def _runner_factory(name: str) -> RunnerFactory:

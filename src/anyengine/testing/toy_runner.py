@@ -35,6 +35,8 @@ class ToyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     vocab_size: int = 1000
     max_model_len: int = 2048
+    num_kv_blocks: int = 4096
+    kv_block_tokens: int = 16
     eos_token_id: int = -1
     """-1: none, so that generations end where their limits say."""
     step_delay_s: float = 0.0
@@ -75,17 +77,22 @@ class ToyRunner:
         self._options = options
         self._seed = seed
         self._num_steps = 0
-        self._num_cached_tokens: dict[str, int] = {}
+        self.num_kv_blocks: int = max(options.num_kv_blocks, -(-max_model_len // options.kv_block_tokens))
+        self.kv_block_tokens: int = options.kv_block_tokens
+        self._digests: dict[str, list[int]] = {}
+        """Of every beginning of each request's tokens; nothing is cached for a request that is not in it."""
+        self._cache: dict[tuple[int, int], int] = {}
+        """What a real one has of keys and values, by block and offset: a digest of all tokens so far."""
 
     def start(self, seq: SequenceState) -> None:
-        if seq.request_id in self._num_cached_tokens:
+        if seq.request_id in self._digests:
             raise RuntimeError(f"{seq.request_id!r} was started twice")
         if any(getattr(seq.sampling, name) is not None for name in _SCORES):
             raise ValueError("the toy has no log-probabilities")
-        self._num_cached_tokens[seq.request_id] = 0
+        self._digests[seq.request_id] = []
 
     def finish(self, request_id: str) -> None:
-        self._num_cached_tokens.pop(request_id, None)
+        self._digests.pop(request_id, None)
 
     def step(self, scheduled: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
         self._num_steps += 1
@@ -98,20 +105,30 @@ class ToyRunner:
         return [self._compute(item.seq, item.num_new_tokens) for item in scheduled]
 
     def close(self) -> None:
-        self._num_cached_tokens.clear()
+        self._digests.clear()
+        self._cache.clear()
 
     def _compute(self, seq: SequenceState, num_new_tokens: int) -> SampledToken | None:
-        num_cached_tokens = self._num_cached_tokens[seq.request_id]
-        if num_cached_tokens != seq.num_computed_tokens or num_new_tokens < 1:
-            raise RuntimeError(
-                f"{seq.request_id!r}: {num_cached_tokens} tokens are cached, not {seq.num_computed_tokens}"
-            )
-        num_cached_tokens = self._num_cached_tokens[seq.request_id] = num_cached_tokens + num_new_tokens
-        if num_cached_tokens > seq.num_tokens:
-            raise RuntimeError(f"{seq.request_id!r} has {seq.num_tokens} tokens, {num_cached_tokens} were scheduled")
-        if num_cached_tokens < seq.num_tokens:
-            return None
-        return SampledToken(self._sample(seq, seq.prompt_token_ids + seq.output_token_ids))
+        start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_new_tokens
+        if seq.request_id not in self._digests or not start < end <= seq.num_tokens:
+            raise RuntimeError(f"{seq.request_id!r}: tokens {start} to {end} of {seq.num_tokens} were scheduled")
+        tokens = seq.prompt_token_ids + seq.output_token_ids
+        digests = self._digests[seq.request_id]
+        goes_on = len(digests) == start
+        for token in tokens[len(digests) : end]:
+            digests.append(zlib.crc32(b"%d" % token, digests[-1] if digests else zlib.crc32(seq.cache_key)))
+        del digests[end:]  # it was preempted, and computes them again
+        for position in range(start - 1 if goes_on and start else 0, end):
+            where = self._where(seq, position)
+            if position >= start:
+                self._cache[where] = digests[position]
+            elif self._cache.get(where) != digests[position]:
+                raise RuntimeError(f"{seq.request_id!r}: block {where[0]} does not hold its token {position}")
+        return SampledToken(self._sample(seq, tokens)) if end == seq.num_tokens else None
+
+    def _where(self, seq: SequenceState, position: int) -> tuple[int, int]:
+        index, offset = divmod(position, self.kv_block_tokens)
+        return seq.block_ids[index], offset
 
     def _sample(self, seq: SequenceState, tokens: list[int]) -> int:
         sampling, bias = seq.sampling, seq.sampling.logit_bias or {}

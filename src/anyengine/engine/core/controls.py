@@ -21,10 +21,16 @@ class EngineControls:
     """The utilities of one engine core. Called between steps, in the busy loop's thread."""
 
     def __init__(
-        self, gate: PauseGate, *, abort_all: Callable[[], None], statistics: Callable[[], dict[str, int]]
+        self,
+        gate: PauseGate,
+        *,
+        abort_all: Callable[[], None],
+        clear_prefixes: Callable[..., bool],
+        statistics: Callable[[], dict[str, int]],
     ) -> None:
         self._gate = gate
         self._abort_all = abort_all
+        self._clear_prefixes = clear_prefixes
         self.weight_version: str = "default"  # vLLM's first one, too
         """A name for the weights, which outputs carry. Whoever changes weights sets it."""
         self._table = UtilityTable(
@@ -68,7 +74,8 @@ class EngineControls:
         """Nothing is kept that would have to be reset, and no rank waits for another."""
 
     def _reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        return True
+        """Whether the cache is empty now: it is not, without ``reset_running_requests``, while requests use it."""
+        return self._clear_prefixes(preempt=reset_running_requests)
 
     # Pauses. Sleeping is a pause: weights and cache stay where they are, as on vLLM's CPU build.
 
@@ -77,21 +84,25 @@ class EngineControls:
 
     def _pause_scheduler(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
         """New requests wait. The reply comes behind the last output of whatever had to end first."""
-        return self._pause(mode, refuse_new=False)
+        return self._pause(mode, refuse_new=False, clear_cache=clear_cache)
 
     def _pause_generation(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
         """The same, but new requests fail with a retryable error."""
-        return self._pause(mode, refuse_new=True)
+        return self._pause(mode, refuse_new=True, clear_cache=clear_cache)
 
     def _sleep(self, level: int = 1, mode: PauseMode = "abort") -> Future[None]:
         if not 0 <= level <= 2:
             raise ValueError(f"level={level} must be 0, 1 or 2")
-        return self._pause(mode, refuse_new=False)
+        return self._pause(mode, refuse_new=False, clear_cache=level >= 1)
 
-    def _pause(self, mode: PauseMode, *, refuse_new: bool) -> Future[None]:
+    def _pause(self, mode: PauseMode, *, refuse_new: bool, clear_cache: bool) -> Future[None]:
+        """Frozen requests keep their blocks, so with ``"keep"`` clearing means to compute them again afterwards."""
         if mode == "abort":
             self._abort_all()
-        return self._gate.pause(mode, refuse_new=refuse_new)
+        answer = self._gate.pause(mode, refuse_new=refuse_new)
+        if clear_cache:
+            answer.add_done_callback(lambda done: None if done.exception() else self._clear_prefixes(preempt=True))
+        return answer
 
     def _resume_scheduler(self) -> None:
         self._gate.resume()

@@ -21,11 +21,11 @@ from anyengine._wire import (
     EngineRequestError,
     FinishReason,
     PrefillStats,
-    PrefixCacheStats,
     SchedulerStats,
 )
 from anyengine.config import EmbeddedEngine
 from anyengine.engine.core.controls import EngineControls
+from anyengine.engine.core.kv_cache import KVCache
 from anyengine.engine.core.pausing import PauseGate
 from anyengine.engine.core.scheduler import Scheduler
 from anyengine.engine.core.statistics import EngineStatistics
@@ -39,7 +39,7 @@ DIALECT_VERSION = "0.33.0"
 """The vLLM release whose wire layout this engine speaks: clients pick theirs by it."""
 
 
-_QUEUED, _SCHEDULED = 1, 2  # vLLM's EngineCoreEventType
+_QUEUED, _SCHEDULED, _PREEMPTED = 1, 2, 3  # vLLM's EngineCoreEventType
 
 
 @dataclass(slots=True)
@@ -50,9 +50,9 @@ class _Live:
     client_index: int
     trace_headers: dict[str, str] | None
     events: list[EngineCoreEvent]
-    """What has happened to it, until its first output tells."""
-    started: bool = False
-    """Whether the runner holds something for it."""
+    """What has happened to it, until its next output tells."""
+    scheduled: bool = False
+    """Whether it has been in a batch."""
 
     def output(self, new_token_ids: list[int], stop: Stop | None) -> EngineCoreOutput:
         return EngineCoreOutput(
@@ -82,22 +82,32 @@ class EngineCore:
         self._clock = clock
         self._config = config
         self._rank = rank
+        self._cache = KVCache(
+            num_blocks=runner.num_kv_blocks,
+            block_tokens=runner.kv_block_tokens,
+            reuse=config.enable_prefix_caching,
+        )
         self._scheduler = Scheduler(
-            max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+            self._cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
         )
         self._live: dict[str, _Live] = {}
         self._finished: dict[int, set[str]] = {}
         self._unsent: list[tuple[int, EngineCoreOutput]] = []  # made between steps; they go out with the next one
         self._statistics = EngineStatistics()
         self._gate = PauseGate()
-        self._controls = EngineControls(self._gate, abort_all=self.abort_all, statistics=self._get_engine_statistics)
+        self._controls = EngineControls(
+            self._gate,
+            abort_all=self.abort_all,
+            clear_prefixes=self._clear_prefixes,
+            statistics=self._get_engine_statistics,
+        )
 
     def ready_response(self) -> EngineCoreReadyResponse:
         config, max_model_len = self._config, self._runner.max_model_len
         return EngineCoreReadyResponse(
             max_model_len=max_model_len,
-            num_gpu_blocks=config.max_num_seqs,  # one contiguous block for each sequence
-            block_size=max_model_len,
+            num_gpu_blocks=self._runner.num_kv_blocks,
+            block_size=self._runner.kv_block_tokens,
             dtype=self._runner.dtype,
             vllm_version=DIALECT_VERSION,
             world_size=1,
@@ -130,8 +140,21 @@ class EngineCore:
         if request.abort_immediately:
             return
         prompt_token_ids, sampling = checked
-        arrival_order = self._statistics.adds_received
-        seq = SequenceState(request_id, prompt_token_ids, sampling, request.priority, arrival_order)
+        seq = SequenceState(
+            request_id,
+            prompt_token_ids,
+            sampling,
+            priority=request.priority,
+            arrival_order=self._statistics.adds_received,
+            cache_key=(request.cache_salt or "").encode(),
+        )
+        try:
+            self._runner.start(seq)
+        except Exception as exc:  # noqa: BLE001 - one request's trouble is one request's error
+            code = "out_of_memory" if isinstance(exc, MemoryError) else "validation_error"
+            self._runner.finish(request_id)
+            self._fail(client_index, request_id, EngineRequestError(code, str(exc) or type(exc).__name__))
+            return
         events = [EngineCoreEvent(_QUEUED, self._clock())]
         self._live[request_id] = _Live(seq, client_index, request.trace_headers, events)
         self._scheduler.add(seq)
@@ -163,17 +186,17 @@ class EngineCore:
         self._statistics.malformed_messages += 1
 
     def has_work(self) -> bool:
-        if self._unsent or (self._gate.owes_answers and not self._scheduler.num_running):
+        if self._unsent or (self._gate.owes_answers and not self._scheduler.has_work(admit=False)):
             return True
         return not self._gate.frozen and self._scheduler.has_work(admit=not self._gate.paused)
 
     def step(self) -> list[tuple[int, EngineCoreOutput]]:
-        scheduled = [] if self._gate.frozen else self._scheduler.schedule(admit=not self._gate.paused)
-        scheduled = self._start_new(scheduled)
         outputs, self._unsent = self._unsent, []
+        scheduled = [] if self._gate.frozen else self._scheduler.schedule(admit=not self._gate.paused)
+        self._note_events(scheduled)
         if scheduled:
             outputs += self._run(scheduled)
-        if not self._scheduler.num_running:
+        if not self._scheduler.has_work(admit=False):
             self._gate.settle()
         return outputs
 
@@ -186,8 +209,8 @@ class EngineCore:
             num_running_reqs=self._scheduler.num_running,
             num_waiting_reqs=self._scheduler.num_waiting,
             step_counter=self._statistics.num_steps,
-            kv_cache_usage=self._scheduler.num_running / self._config.max_num_seqs,  # a block is a whole sequence
-            prefix_cache_stats=PrefixCacheStats(),  # not optional to vLLM's front ends, which fail without it
+            kv_cache_usage=self._cache.usage,
+            prefix_cache_stats=self._cache.take_stats(),  # not optional to vLLM's front ends, which fail without it
         )
 
     @property
@@ -209,32 +232,16 @@ class EngineCore:
 
     # One step.
 
-    def _start_new(self, scheduled: list[ScheduledSequence]) -> list[ScheduledSequence]:
-        """Let the runner start what the scheduler has admitted. What it has no room for waits in its place in the
-        queue, and so do those behind it; running ones come first in ``scheduled``, so with none kept no room will
-        ever be freed."""
-        kept: list[ScheduledSequence] = []
-        full = False
+    def _note_events(self, scheduled: list[ScheduledSequence]) -> None:
+        now_s = self._clock()
+        for seq in self._scheduler.take_preempted():
+            self._statistics.num_preemptions += 1
+            self._live[seq.request_id].events.append(EngineCoreEvent(_PREEMPTED, now_s))
         for item in scheduled:
             live = self._live[item.seq.request_id]
-            if not live.started and not full:
-                try:
-                    self._runner.start(item.seq)
-                    live.started = True
-                    live.events.append(EngineCoreEvent(_SCHEDULED, self._clock()))
-                except MemoryError as exc:
-                    if not kept:
-                        self._give_up(live, "out_of_memory", exc)
-                        continue
-                    full = True
-                except Exception as exc:  # noqa: BLE001 - one request's trouble is one request's error
-                    self._give_up(live, "validation_error", exc)
-                    continue
-            if live.started:
-                kept.append(item)
-            else:
-                self._scheduler.requeue(item.seq)
-        return kept
+            if not live.scheduled:
+                live.scheduled = True
+                live.events.append(EngineCoreEvent(_SCHEDULED, now_s))
 
     def _run(self, scheduled: list[ScheduledSequence]) -> list[tuple[int, EngineCoreOutput]]:
         tokens = self._runner.step(scheduled)
@@ -247,6 +254,7 @@ class EngineCore:
             else:
                 self._statistics.num_decode_tokens_computed += item.num_new_tokens
             seq.num_computed_tokens += item.num_new_tokens
+            self._cache.publish(seq)
             if token is not None:
                 live = self._live[seq.request_id]
                 outputs.append((live.client_index, self._take_token(live, token)))
@@ -258,18 +266,13 @@ class EngineCore:
         stop = check_stop(seq, self._runner.max_model_len)
         output = live.output([token.token_id], stop)
         output.new_logprobs, output.new_prompt_logprobs_tensors = token.logprobs, token.prompt_logprobs
+        if live.events:
+            output.events, live.events = live.events, []
         if len(seq.output_token_ids) == 1:
-            num_prompt_tokens = len(seq.prompt_token_ids)
-            output.events = live.events
-            output.prefill_stats = PrefillStats(num_prompt_tokens, num_computed_tokens=num_prompt_tokens)
+            output.prefill_stats = _prefill_stats(seq)
         if stop:
             self._forget(seq.request_id)
         return output
-
-    def _give_up(self, live: _Live, code: str, error: Exception) -> None:
-        self._forget(live.seq.request_id)
-        message = str(error) or type(error).__name__
-        self._fail(live.client_index, live.seq.request_id, EngineRequestError(code, message))
 
     def _fail(self, client_index: int, request_id: str, error: EngineRequestError) -> None:
         self._statistics.requests_failed += 1
@@ -280,8 +283,15 @@ class EngineCore:
     def _forget(self, request_id: str) -> None:
         live = self._live.pop(request_id)
         self._finished.setdefault(live.client_index, set()).add(request_id)
-        self._scheduler.remove(request_id)
+        self._scheduler.remove(live.seq)
         self._runner.finish(request_id)
+
+    def _clear_prefixes(self, *, preempt: bool) -> bool:
+        """Forget what the cache holds. With ``preempt`` the running requests lose their blocks too, and are computed
+        again; without, nothing happens (False) while there are any."""
+        if preempt:
+            self._scheduler.preempt_all()
+        return self._cache.clear_prefixes()
 
     def _get_engine_statistics(self) -> dict[str, int]:
         scheduler = self._scheduler
@@ -290,3 +300,13 @@ class EngineCore:
             "num_running_requests": scheduler.num_running,
             "num_waiting_requests": scheduler.num_waiting,
         }
+
+
+def _prefill_stats(seq: SequenceState) -> PrefillStats:
+    num_prompt_tokens, num_cached_tokens = len(seq.prompt_token_ids), seq.num_cached_tokens
+    return PrefillStats(
+        num_prompt_tokens,
+        num_computed_tokens=num_prompt_tokens - num_cached_tokens,
+        num_cached_tokens=num_cached_tokens,
+        num_local_cached_tokens=num_cached_tokens,
+    )

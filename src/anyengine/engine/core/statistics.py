@@ -19,6 +19,7 @@ class EngineStatistics:
     """Steps of the model; a turn of the busy loop that only reports errors is none."""
     num_prefill_tokens_computed: int = 0
     num_decode_tokens_computed: int = 0
+    num_preemptions: int = 0
     adds_received: int = 0
     requests_failed: int = 0
     """Requests that ended with ERROR: refused, or failed at their start."""

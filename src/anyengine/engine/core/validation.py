@@ -19,7 +19,6 @@ _UNSUPPORTED_REQUEST_FIELDS = ("pooling_params", "mm_features", "lora_request", 
 _UNSUPPORTED_SAMPLING_FIELDS = (
     "prompt_logprob_token_ids",
     "structured_outputs",
-    "repetition_detection",
     "thinking_token_budget",
     "trace_decode_token_ids",
 )

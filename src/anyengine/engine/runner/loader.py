@@ -1,6 +1,6 @@
-"""Loads a model for the runner: weights, device, dtype, and what its configuration says about limits and attention.
+"""Loads a model for the runner: weights, device, dtype, and what it says of its limits and its attention.
 
-Owns the calls into transformers that load. Must not know requests or the cache. Code from a model's repository is
+Owns the calls into transformers that load. Must not know requests. Code from a model's repository is
 never run, and weights in pickle files are never read.
 """
 
@@ -13,48 +13,16 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from anyengine._process.status import Status
 from anyengine.config import EmbeddedEngine
 from anyengine.engine.models import ResolvedModel
 from anyengine.engine.models.convert import load_gguf_weights
+from anyengine.engine.runner.forward import attention_windows, learn_layers
+from anyengine.engine.runner.paged_cache import LayerShape
 
-__all__ = ["AttentionLayout", "LoadedModel", "load_model"]
-
-_FULL, _SLIDING = "full_attention", "sliding_attention"  # as transformers names them
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionLayout:
-    """Which earlier tokens a layer sees, and in what form its attention wants to be told.
-
-    ``window_tokens`` is the reach of sliding layers. A model of one kind of layer takes one mask, one of both kinds a
-    mask for each.
-    """
-
-    layer_types: frozenset[str]
-    window_tokens: int
-    additive_dtype: torch.dtype | None
-    """``None``: boolean masks (sdpa); else masks are added to the scores (eager)."""
-
-    def masks(self, positions: Tensor, view_tokens: int) -> Tensor | dict[str, Tensor]:
-        """Masks for queries at ``positions`` [num_rows, num_new_tokens] over the first ``view_tokens`` of each row."""
-        keys = torch.arange(view_tokens, device=positions.device)
-        queries = positions[:, None, :, None]  # [num_rows, 1, num_new_tokens, 1]
-        visible = {_FULL: keys <= queries}  # [num_rows, 1, num_new_tokens, view_tokens], bool
-        if _SLIDING in self.layer_types:
-            visible[_SLIDING] = visible[_FULL] & (keys > queries - self.window_tokens)
-        masks = {layer_type: self._form(visible[layer_type]) for layer_type in self.layer_types}
-        return masks if len(masks) > 1 else masks.popitem()[1]
-
-    def _form(self, visible: Tensor) -> Tensor:
-        if self.additive_dtype is None:
-            return visible
-        lowest = torch.finfo(self.additive_dtype).min
-        zeros = torch.zeros(visible.shape, dtype=self.additive_dtype, device=visible.device)
-        return zeros.masked_fill(~visible, lowest)
+__all__ = ["LoadedModel", "load_model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +33,12 @@ class LoadedModel:
     vocab_size: int
     max_position_embeddings: int | None
     eos_token_ids: tuple[int, ...]
-    attention: AttentionLayout
+    windows: list[int | None]
+    """How far back each layer sees, in tokens."""
+    layers: list[LayerShape]
+    """What each layer stores of a token."""
+    like: torch.Tensor
+    """Of the model's dtype and on its device."""
 
 
 def load_model(resolved: ResolvedModel, config: EmbeddedEngine, report: Callable[[Status], None]) -> LoadedModel:
@@ -81,12 +54,15 @@ def load_model(resolved: ResolvedModel, config: EmbeddedEngine, report: Callable
     report(Status("loading", detail=f"{config.model} on {device}", fraction=0.0))
     model = _from_pretrained(resolved, dtype).to(device).eval().requires_grad_(False)
     model_config = model.config.get_text_config(decoder=True)
+    windows = attention_windows(model_config)
     loaded = LoadedModel(
         model=model,
         vocab_size=int(model_config.vocab_size),
         max_position_embeddings=getattr(model_config, "max_position_embeddings", None),
         eos_token_ids=_eos_token_ids(resolved.model_dir, model_config),
-        attention=_attention_layout(model_config, model.dtype),
+        windows=windows,
+        layers=learn_layers(model, windows),
+        like=torch.empty(0, dtype=model.dtype, device=model.device),
     )
     report(Status("loading", detail=f"{config.model} on {device}", fraction=1.0))
     return loaded
@@ -121,20 +97,6 @@ def _refuse_pickles(model_dir: Path) -> None:
             f"{model_dir} has no *.safetensors file. Weights in pickle files (*.bin, *.pt) are not read, since "
             f"loading them can run code: convert them, e.g. with transformers' save_pretrained"
         )
-
-
-def _attention_layout(config: Any, dtype: torch.dtype) -> AttentionLayout:
-    window_tokens = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    layer_types = frozenset(getattr(config, "layer_types", None) or [_FULL if window_tokens is None else _SLIDING])
-    if unknown := layer_types - {_FULL, _SLIDING}:
-        raise ValueError(
-            f"{config.model_type} has layers of type {', '.join(sorted(unknown))}; "
-            f"the embedded engine serves models of {_FULL} and {_SLIDING} layers only"
-        )
-    if getattr(config, "alibi", False) or config.model_type in {"bloom", "mpt"}:
-        raise ValueError(f"{config.model_type} uses ALiBi position biases, which the embedded engine does not serve")
-    additive = None if config._attn_implementation == "sdpa" else dtype  # it has no public name
-    return AttentionLayout(layer_types, window_tokens or 0, additive)
 
 
 def _eos_token_ids(model_dir: Path, config: Any) -> tuple[int, ...]:

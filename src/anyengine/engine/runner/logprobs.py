@@ -52,7 +52,10 @@ class PromptLogprobs:
         self._chunks: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, logits: Tensor, start: int) -> None:
-        """``logits`` [num_tokens, vocab], float32, behind the prompt tokens from position ``start`` on."""
+        """``logits`` [num_tokens, vocab], float32, behind the prompt tokens from position ``start`` on. A preempted
+        sequence computes some again."""
+        known = sum(len(columns) for columns, _, _ in self._chunks)
+        logits, start = logits[max(0, known - start) :], max(start, known)
         targets = self._prompt[start + 1 : start + 1 + len(logits)]
         for first in range(0, len(targets), _ROWS_AT_ONCE):
             chosen = torch.tensor(targets[first : first + _ROWS_AT_ONCE], device=logits.device)

@@ -1,20 +1,18 @@
-"""Runs a transformers model for whole steps over sequences that join and leave.
+"""Runs a model for whole steps over sequences that join and leave.
 
-Owns the forward passes: what goes in one pass, positions and masks. Sequences that compute equally many tokens share
-a pass, so a step is one pass for all that decode and one for each distinct prompt (or chunk) length, without padding;
-nobody is recomputed when another joins. Where keys and values lie is :mod:`.kv_cache`'s business, what parameters mean
-is :mod:`.sampler`'s, which sequences run is the scheduler's.
+Owns how a step is made up: all new tokens of all sequences, of prompts, chunks and answers, go through the model in one
+pass, without padding, so that weights are read once for a step; then one sampling of all whose tokens are complete.
+What a token sees is :mod:`.attention`'s business, where keys and values lie :mod:`.paged_cache`'s, what parameters mean
+:mod:`.sampler`'s, which sequences run the scheduler's.
 """
 
 from __future__ import annotations
 
-import inspect
+import logging
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from anyengine._process.status import Status
-from anyengine._wire import WireSamplingParams
 from anyengine.config import EmbeddedEngine
 from anyengine.engine.interfaces import ModelRunner, SampledToken, ScheduledSequence, SequenceState
 from anyengine.engine.models import resolve_model
@@ -22,9 +20,13 @@ from anyengine.engine.models import resolve_model
 try:
     import torch
 
-    from anyengine.engine.runner.kv_cache import SlotCache
+    from anyengine.engine.runner.attention import AttentionStep, Span
+    from anyengine.engine.runner.forward import ForwardPass, RoutedForward
+    from anyengine.engine.runner.fused import FusedForward, can_fuse
+    from anyengine.engine.runner.linear import pack_linears
     from anyengine.engine.runner.loader import LoadedModel, load_model
     from anyengine.engine.runner.logprobs import PromptLogprobs, sampled_logprobs
+    from anyengine.engine.runner.paged_cache import BLOCK_TOKENS, PagedCache, free_memory_bytes
     from anyengine.engine.runner.sampler import sample, unsupported_sampling
 except ImportError as _missing:
     raise ImportError(
@@ -34,6 +36,9 @@ except ImportError as _missing:
 __all__ = ["TransformersRunner", "create_runner"]
 
 _DEFAULT_MAX_MODEL_LEN = 8192  # tokens; a model may allow more, but nobody should get that much cache unasked
+_PROBE = [1, 2, 3, 5, 8, 13, 21]
+
+_logger = logging.getLogger(__name__)
 
 
 def create_runner(config: EmbeddedEngine, report: Callable[[Status], None]) -> ModelRunner:
@@ -46,88 +51,142 @@ def create_runner(config: EmbeddedEngine, report: Callable[[Status], None]) -> M
     resolved = resolve_model(config.model, report)
     report(Status("resolving", detail=resolved.source, model_dir=str(resolved.model_dir)))
     loaded = load_model(resolved, config, report)
-    max_model_len = _max_model_len(config.max_model_len, loaded.max_position_embeddings)
-    return TransformersRunner(loaded, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, seed=config.seed)
+    with torch.inference_mode():
+        forward = _fused(loaded) if can_fuse(loaded.model) else None
+        if forward is None:
+            if can_fuse(loaded.model):
+                _logger.warning("%s: our forward pass does not agree with transformers'; theirs is used", config.model)
+                loaded = load_model(resolved, config, report)
+            pack_linears(loaded.model)
+            forward = RoutedForward(loaded.model)
+        max_model_len, num_blocks = _sizes(loaded, config)
+        cache = PagedCache(loaded.layers, num_blocks, loaded.like)
+    return TransformersRunner(forward, cache, loaded, max_model_len=max_model_len, seed=config.seed)
 
 
-def _max_model_len(asked: int | None, limit: int | None) -> int:
-    if asked is None:
-        return min(limit or _DEFAULT_MAX_MODEL_LEN, _DEFAULT_MAX_MODEL_LEN)
-    if limit is not None and asked > limit:
+def _fused(loaded: LoadedModel) -> ForwardPass | None:
+    """Our own pass, which has taken the model apart; ``None``: it does not compute the same."""
+    expected = _probe(RoutedForward(loaded.model), loaded)
+    fused = FusedForward(loaded.model, loaded.windows)
+    found = _probe(fused, loaded)
+    tolerance = 1e-3 if loaded.like.dtype is torch.float32 else 0.1
+    return fused if (found - expected).norm() <= tolerance * expected.norm() else None
+
+
+def _probe(forward: ForwardPass, loaded: LoadedModel) -> torch.Tensor:
+    like = loaded.like
+    cache = PagedCache(loaded.layers, 1, like)
+    step = AttentionStep(cache, [Span([0], 0, len(_PROBE))], like.dtype, like.device)
+    return forward(torch.tensor(_PROBE, device=like.device) % loaded.vocab_size, step, None)
+
+
+def _sizes(loaded: LoadedModel, config: EmbeddedEngine) -> tuple[int, int]:
+    """``max_model_len`` in tokens, and the number of blocks: enough for one sequence of that length."""
+    asked, limit = config.max_model_len, loaded.max_position_embeddings
+    if asked is not None and limit is not None and asked > limit:
         raise ValueError(f"max_model_len={asked} is more than the model's {limit} positions; choose at most {limit}")
-    return asked
+    max_model_len = asked or min(limit or _DEFAULT_MAX_MODEL_LEN, _DEFAULT_MAX_MODEL_LEN)
+    block_bytes = PagedCache.block_bytes(loaded.layers, loaded.like.dtype)
+    wanted = config.max_num_seqs * -(-max_model_len // BLOCK_TOKENS)
+    if config.kv_cache_memory_bytes is not None:
+        num_blocks = config.kv_cache_memory_bytes // block_bytes
+    else:
+        num_blocks = min(wanted, free_memory_bytes(loaded.like.device) // block_bytes)
+    room_tokens = num_blocks * BLOCK_TOKENS
+    if room_tokens < max_model_len:
+        if asked is not None or not num_blocks:
+            raise ValueError(
+                f"there is room for the keys and values of {room_tokens} tokens, not for one sequence of "
+                f"max_model_len={max_model_len}, which takes {-(-max_model_len // BLOCK_TOKENS) * block_bytes} bytes: "
+                f"choose a smaller max_model_len or a larger kv_cache_memory_bytes"
+            )
+        max_model_len = room_tokens
+    return max_model_len, num_blocks
 
 
 class TransformersRunner:
     """Implements :class:`~anyengine.engine.interfaces.ModelRunner`. One thread.
 
-    Invariant: a sequence has a cache slot and a seed from :meth:`start` to :meth:`finish`. Everything else is read
-    from the sequence itself at each step.
+    Invariant: a sequence has a seed from :meth:`start` to :meth:`finish`. Everything else is read from the sequence
+    itself at each step.
     """
 
-    def __init__(self, loaded: LoadedModel, *, max_num_seqs: int, max_model_len: int, seed: int) -> None:
-        self._model = loaded.model
+    def __init__(
+        self, forward: ForwardPass, cache: PagedCache, loaded: LoadedModel, *, max_model_len: int, seed: int
+    ) -> None:
+        self._forward: ForwardPass | None = forward
+        self._cache = cache
+        self._dtype, self._device = loaded.like.dtype, loaded.like.device
         self.vocab_size: int = loaded.vocab_size
         self.max_model_len = max_model_len
-        self.dtype: str = str(self._model.dtype).removeprefix("torch.")
+        self.dtype: str = str(self._dtype).removeprefix("torch.")
         self.eos_token_ids: tuple[int, ...] = loaded.eos_token_ids
-        self._attention = loaded.attention
-        self._device = self._model.device
-        self._cache = SlotCache(max_num_seqs=max_num_seqs, max_length_tokens=max_model_len)
-        # Transformers 5.2x renamed the argument and warns about the old name.
-        self._cache_argument = (
-            "cache" if "cache" in inspect.signature(self._model.forward).parameters else "past_key_values"
-        )
+        self.num_kv_blocks: int = cache.num_blocks
+        self.kv_block_tokens: int = BLOCK_TOKENS
         self._seeds: dict[str, int] = {}
         self._prompt_logprobs: dict[str, PromptLogprobs] = {}  # of those who ask, until their prompt is complete
         self._unseeded = random.Random(seed)  # noqa: S311  # sampling noise, not a secret
-        self._learn_cache_shapes()
 
     def start(self, seq: SequenceState) -> None:
-        """Reserve the cache for all that ``seq`` may become, so that no later step runs out of memory.
-
-        Raises ValueError for sampling parameters that the sampler does not know.
-        """
+        """Raises ValueError for sampling parameters that the sampler does not know."""
         if refusal := unsupported_sampling(seq.sampling, self.vocab_size):
             raise ValueError(refusal)
-        max_tokens = seq.sampling.max_tokens
-        num_tokens = self.max_model_len if max_tokens is None else len(seq.prompt_token_ids) + max_tokens
-        self._cache.reserve(seq.request_id, min(num_tokens, self.max_model_len))
         seed = seq.sampling.seed
         self._seeds[seq.request_id] = self._unseeded.getrandbits(64) if seed is None else seed
         if seq.sampling.prompt_logprobs is not None:
             self._prompt_logprobs[seq.request_id] = PromptLogprobs(seq)
 
     def finish(self, request_id: str) -> None:
-        """Release its slot."""
-        self._cache.release(request_id)
+        """Forget its sampler state."""
         self._seeds.pop(request_id, None)
         self._prompt_logprobs.pop(request_id, None)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self, scheduled: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
-        """One pass for each distinct number of new tokens, then one sampling of all that completed their tokens."""
-        passes: dict[int, list[int]] = {}
-        for index, item in enumerate(scheduled):
-            passes.setdefault(item.num_new_tokens, []).append(index)
-        rows: dict[int, torch.Tensor] = {}  # index in scheduled -> [vocab], float32
-        for num_new_tokens, indices in passes.items():
-            # In slot order, so that the rows are one view of the cache.
-            indices.sort(key=lambda index: self._cache.slot(scheduled[index].seq.request_id))
-            seqs = [scheduled[index].seq for index in indices]
-            logits = self._forward(seqs, num_new_tokens)  # [num_seqs, 1 or num_new_tokens, vocab], float32
-            rows.update(zip(indices, logits[:, -1], strict=True))
-            for seq, of_seq in zip(seqs, logits, strict=True) if self._prompt_logprobs else ():
-                if (collector := self._prompt_logprobs.get(seq.request_id)) is not None:
-                    collector.add(of_seq, seq.num_computed_tokens)
-        complete = [index for index, item in enumerate(scheduled) if _completes(item)]
+        """One pass, one sampling."""
+        # Rows of one token first, the longest sequence first of all, as attention groups them.
+        order = sorted(
+            range(len(scheduled)),
+            key=lambda i: (scheduled[i].num_new_tokens > 1, -scheduled[i].seq.num_computed_tokens),
+        )
+        items = [scheduled[index] for index in order]
+        complete = [place for place, item in enumerate(items) if _completes(item)]
+        rows, logits = self._run_model(items, complete)
         tokens: list[SampledToken | None] = [None] * len(scheduled)
         if complete:
-            seqs = [scheduled[index].seq for index in complete]
-            sampled = self._sample(torch.stack([rows[index] for index in complete]), seqs)
-            for index, token in zip(complete, sampled, strict=True):
-                tokens[index] = token
+            sampled = self._sample(logits[rows], [items[place].seq for place in complete])
+            for place, token in zip(complete, sampled, strict=True):
+                tokens[order[place]] = token
         return tokens
+
+    def _run_model(self, items: Sequence[ScheduledSequence], complete: Sequence[int]) -> tuple[slice, torch.Tensor]:
+        """Which rows of the logits are those of ``complete``, in order; and the logits [num_rows, vocab], float32."""
+        spans = [
+            Span(seq.block_ids, seq.num_computed_tokens, seq.num_computed_tokens + n) for seq, n in map(_pair, items)
+        ]
+        step = AttentionStep(self._cache, spans, self._dtype, self._device)
+        token_ids: list[int] = []
+        ends: list[int] = []
+        for span, item in zip(spans, items, strict=True):
+            token_ids += item.seq.token_slice(span.start, span.end)
+            ends.append(len(token_ids))
+        last_rows = [ends[place] - 1 for place in complete]
+        scored = [place for place, item in enumerate(items) if item.seq.request_id in self._prompt_logprobs]
+        wanted = list(last_rows)
+        for place in scored:
+            wanted += range(ends[place] - items[place].num_new_tokens, ends[place])
+        assert self._forward is not None, "the runner is closed"
+        logits = self._forward(
+            torch.tensor(token_ids, device=self._device),
+            step,
+            torch.tensor(wanted, dtype=torch.int64, device=self._device),
+        )
+        first = len(last_rows)
+        for place in scored:
+            seq, count = _pair(items[place])
+            self._prompt_logprobs[seq.request_id].add(logits[first : first + count], seq.num_computed_tokens)
+            first += count
+        return slice(0, len(last_rows)), logits
 
     def _sample(self, logits: torch.Tensor, seqs: Sequence[SequenceState]) -> list[SampledToken]:
         """The next token of each sequence; logits: [num_seqs, vocab], float32."""
@@ -142,47 +201,13 @@ class TransformersRunner:
     def close(self) -> None:
         """Drop the cache and the model."""
         self._seeds.clear()
-        self._cache.clear()
-        self._model = None
+        self._cache.close()
+        self._forward = None
 
-    def _learn_cache_shapes(self) -> None:
-        """One token through the model: its layers tell the cache their shapes, and an architecture that cannot use
-        such a cache fails now instead of at the first request."""
-        probe = SequenceState("probe", [0], WireSamplingParams())
-        self._cache.reserve(probe.request_id, 1)
-        with torch.no_grad():
-            self._forward([probe], 1)
-        self._cache.release(probe.request_id)
 
-    def _forward(self, seqs: Sequence[SequenceState], num_new_tokens: int) -> torch.Tensor:
-        """The logits after the last new token of each sequence, [num_seqs, 1, vocab], float32; or, if a prompt among
-        them is to be scored, after all of them: [num_seqs, num_new_tokens, vocab]."""
-        starts = [seq.num_computed_tokens for seq in seqs]
-        input_ids = [_token_slice(seq, start, start + num_new_tokens) for seq, start in zip(seqs, starts, strict=True)]
-        lengths = [start + num_new_tokens for start in starts]
-        offsets = torch.arange(num_new_tokens, device=self._device)
-        positions = torch.tensor(starts, device=self._device)[:, None] + offsets  # [num_seqs, num_new_tokens]
-        self._cache.select([self._cache.slot(seq.request_id) for seq in seqs], lengths, positions)
-        output: Any = self._model(
-            input_ids=torch.tensor(input_ids, device=self._device),
-            position_ids=positions,
-            attention_mask=self._attention.masks(positions, max(lengths)),
-            use_cache=True,
-            # 0: all.
-            logits_to_keep=0 if any(seq.request_id in self._prompt_logprobs for seq in seqs) else 1,
-            **{self._cache_argument: self._cache},
-        )
-        logits: torch.Tensor = output.logits
-        return logits.float()
+def _pair(item: ScheduledSequence) -> tuple[SequenceState, int]:
+    return item.seq, item.num_new_tokens
 
 
 def _completes(item: ScheduledSequence) -> bool:
     return item.seq.num_computed_tokens + item.num_new_tokens == item.seq.num_tokens
-
-
-def _token_slice(seq: SequenceState, start: int, end: int) -> list[int]:
-    """Tokens ``start`` to ``end`` of prompt and output, without joining the two."""
-    num_prompt_tokens = len(seq.prompt_token_ids)
-    if start >= num_prompt_tokens:
-        return seq.output_token_ids[start - num_prompt_tokens : end - num_prompt_tokens]
-    return seq.prompt_token_ids[start:end] + seq.output_token_ids[: max(0, end - num_prompt_tokens)]

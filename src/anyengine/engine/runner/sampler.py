@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +27,6 @@ _UNSUPPORTED = (
     "prompt_logprob_start",
     "structured_outputs",
     "thinking_token_budget",
-    "repetition_detection",
     "trace_decode_token_ids",
 )
 
@@ -61,10 +61,7 @@ def sample(logits: Tensor, seqs: Sequence[SequenceState], seeds: Sequence[int]) 
 
     ``seeds`` has one number for each sequence: the same seed, logits and history give the same token.
     """
-    if any(_changes_logits(seq) for seq in seqs):
-        logits = logits.clone()  # [num_seqs, vocab], float32
-        for row, seq in zip(logits, seqs, strict=True):
-            _change_logits(row, seq)
+    logits = _changed(logits, seqs)
     token_ids = logits.argmax(dim=-1)  # [num_seqs], int64
     drawing = [index for index, seq in enumerate(seqs) if seq.sampling.temperature >= _GREEDY_BELOW]
     if drawing:
@@ -83,6 +80,62 @@ def _uniform(seed: int, num_output_tokens: int) -> float:
 # --- what changes the logits themselves ---------------------------------------------------------------------------
 
 
+class _Entries:
+    """Some entries of a matrix [num_seqs, vocab], of many rows, with a value for each: one operation for the batch."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._counts: list[int] = []
+        self._columns: list[int] = []
+        self._values: list[float] = []
+
+    def add(self, row: int, columns: Collection[int], values: float | Iterable[float] = 0.0) -> None:
+        self._rows.append(row)
+        self._counts.append(len(columns))
+        self._columns += columns
+        self._values += [values] * len(columns) if isinstance(values, float | int) else values
+
+    def of(self, logits: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor] | None:
+        """Index and values; ``None``: there are none."""
+        if not self._columns:
+            return None
+        rows = torch.tensor(self._rows).repeat_interleave(torch.tensor(self._counts)).to(logits.device)
+        columns = torch.tensor(self._columns, device=logits.device)
+        return (rows, columns), torch.tensor(self._values, dtype=logits.dtype, device=logits.device)
+
+
+def _changed(logits: Tensor, seqs: Sequence[SequenceState]) -> Tensor:
+    """``logits`` [num_seqs, vocab], float32, with all that applies before the temperature; a copy, if anything does."""
+    if not any(_changes_logits(seq) for seq in seqs):
+        return logits
+    allowed, banned, biases, repeated, counted = (_Entries() for _ in range(5))
+    for row, seq in enumerate(seqs):
+        params, output = seq.sampling, seq.output_token_ids
+        if params.allowed_token_ids:
+            allowed.add(row, params.allowed_token_ids)
+        banned.add(row, _banned(seq, logits.shape[-1]), -math.inf)
+        if params.logit_bias:
+            biases.add(row, params.logit_bias.keys(), params.logit_bias.values())
+        if params.repetition_penalty != 1.0:
+            repeated.add(row, {*seq.prompt_token_ids, *output}, params.repetition_penalty)
+        if params.frequency_penalty or params.presence_penalty:
+            counts = Counter(output)
+            penalties = [params.frequency_penalty * count + params.presence_penalty for count in counts.values()]
+            counted.add(row, counts.keys(), penalties)
+    changed = _keep_only(logits, allowed, seqs)
+    if entries := banned.of(logits):
+        changed[entries[0]] = entries[1]
+    if entries := biases.of(logits):
+        changed[entries[0]] += entries[1]
+    if entries := repeated.of(logits):
+        index, penalty = entries
+        before = changed[index]  # [num_entries]
+        changed[index] = torch.where(before > 0, before / penalty, before * penalty)
+    if entries := counted.of(logits):
+        changed[entries[0]] -= entries[1]
+    return changed
+
+
 def _changes_logits(seq: SequenceState) -> bool:
     params = seq.sampling
     return bool(
@@ -90,49 +143,38 @@ def _changes_logits(seq: SequenceState) -> bool:
         or params.bad_words_token_ids
         or params.logit_bias
         or len(seq.output_token_ids) < params.min_tokens
-        or _penalises(params)
+        or params.repetition_penalty != 1.0
+        or params.frequency_penalty
+        or params.presence_penalty
     )
 
 
-def _penalises(params: WireSamplingParams) -> bool:
-    return bool(params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty)
+def _keep_only(logits: Tensor, allowed: _Entries, seqs: Sequence[SequenceState]) -> Tensor:
+    """A copy, without the tokens that are not allowed in rows where only some are."""
+    entries = allowed.of(logits)
+    if entries is None:
+        return logits.clone()
+    index, _ = entries
+    restricted = torch.tensor([bool(seq.sampling.allowed_token_ids) for seq in seqs], device=logits.device)
+    kept = logits.masked_fill(restricted[:, None], -math.inf)
+    kept[index] = logits[index]
+    return kept
 
 
-def _change_logits(row: Tensor, seq: SequenceState) -> None:
+def _banned(seq: SequenceState, vocab_size: int) -> list[int]:
+    """What must not come next: the end of the text too early, the end of a bad word."""
     params, output = seq.sampling, seq.output_token_ids
-    if params.allowed_token_ids:
-        allowed = torch.tensor(params.allowed_token_ids, device=row.device)
-        kept = row[allowed]  # [num_allowed]
-        row.fill_(-math.inf)
-        row[allowed] = kept
+    banned: list[int] = []
     for bad_word in params.bad_words_token_ids or ():
         prefix = bad_word[:-1]
         if output[len(output) - len(prefix) :] == prefix:
-            row[bad_word[-1]] = -math.inf
+            banned.append(bad_word[-1])
     if len(output) < params.min_tokens:
-        row[_stop_token_ids(params, len(row))] = -math.inf
-    for token_id, bias in (params.logit_bias or {}).items():
-        row[token_id] += bias
-    if _penalises(params):
-        _penalise(row, seq)
-
-
-def _stop_token_ids(params: WireSamplingParams, vocab_size: int) -> list[int]:
-    stops = {*params.all_stop_token_ids, *(params.stop_token_ids or ())}
-    if params.eos_token_id is not None:
-        stops.add(params.eos_token_id)
-    return sorted(token_id for token_id in stops if 0 <= token_id < vocab_size)
-
-
-def _penalise(row: Tensor, seq: SequenceState) -> None:
-    params, output = seq.sampling, seq.output_token_ids
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*seq.prompt_token_ids, *output}), device=row.device)
-        before = row[seen]  # [num_seen]
-        row[seen] = torch.where(before > 0, before / params.repetition_penalty, before * params.repetition_penalty)
-    if output and (params.frequency_penalty or params.presence_penalty):
-        ids, counts = torch.tensor(output, device=row.device).unique(return_counts=True)  # type: ignore[no-untyped-call]  # [num_distinct] each
-        row[ids] -= params.frequency_penalty * counts + params.presence_penalty
+        stops = {*params.all_stop_token_ids, *(params.stop_token_ids or ())}
+        if params.eos_token_id is not None:
+            stops.add(params.eos_token_id)
+        banned += sorted(token_id for token_id in stops if 0 <= token_id < vocab_size)
+    return banned
 
 
 # --- drawing ------------------------------------------------------------------------------------------------------

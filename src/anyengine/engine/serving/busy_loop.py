@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import assert_never
+from typing import Protocol, assert_never
 
 from anyengine._wire import (
     AbortRequests,
@@ -28,10 +28,10 @@ from anyengine._wire import (
 )
 from anyengine.engine.interfaces import Engine
 from anyengine.engine.serving.front_ends import FrontEndsGone
-from anyengine.engine.serving.io_threads import Command, OutputThread, StopEngine, ThreadFailed, utility_failure
+from anyengine.engine.serving.io_threads import Command, StopEngine, ThreadFailed, utility_failure
 from anyengine.engine.serving.malformed import Malformed
 
-__all__ = ["BusyLoop"]
+__all__ = ["BusyLoop", "Outputs"]
 
 _SHUTTING_DOWN = "Server shutting down"  # vLLM's words
 
@@ -45,6 +45,13 @@ class _DeferredReply:
     result: Future[object]
 
 
+class Outputs(Protocol):
+    """Where the busy loop's messages go: a thread with sockets, or a queue in memory."""
+
+    def send(self, client_index: int, outputs: EngineCoreOutputs, *, method: str = "") -> None:
+        """Encode and send, in the order of the calls. ``method``: the utility that this is the reply of."""
+
+
 class BusyLoop:
     """Commands in, steps, outputs out. One thread, the main one, from :meth:`run` to its return."""
 
@@ -52,7 +59,7 @@ class BusyLoop:
         self,
         engine: Engine,
         commands: SimpleQueue[Command],
-        output: OutputThread,
+        output: Outputs,
         *,
         rank: int,
         num_clients: int,
@@ -199,8 +206,10 @@ class BusyLoop:
         finished = self._engine.take_finished()
         if not self._reports_finished:
             finished.clear()
-        stats: SchedulerStats | None = self._engine.scheduler_stats()
-        for client_index in dict.fromkeys([*by_client, *finished]):
+        told = dict.fromkeys([*by_client, *finished])
+        # What is counted since the last reading must not be read without being sent.
+        stats: SchedulerStats | None = self._engine.scheduler_stats() if told else None
+        for client_index in told:
             outputs_of_client, gone = by_client.get(client_index, []), finished.get(client_index)
             self._send_step(client_index, outputs_of_client, stats, gone)
             stats = None  # on one message of a step only, as vLLM

@@ -37,7 +37,16 @@ from anyengine.engine.serving.front_ends import FrontEndsGone, FrontEndWatch
 from anyengine.engine.serving.malformed import Malformed, salvage
 from anyengine.exceptions import DecodeError, EncodeError
 
-__all__ = ["Command", "InputThread", "OutputThread", "StopEngine", "ThreadFailed", "utility_failure"]
+__all__ = [
+    "Command",
+    "InputThread",
+    "OutputThread",
+    "StopEngine",
+    "ThreadFailed",
+    "decode_command",
+    "encode_outputs",
+    "utility_failure",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -60,6 +69,31 @@ class ThreadFailed:
 
 
 Command = EngineInput | Malformed | StopEngine | FrontEndsGone | ThreadFailed
+
+
+def decode_command(dialect: Dialect, frames: Sequence[Frame], *, input_index: int) -> Command:
+    """What a client said, or what is left of it; ``input_index``: the socket that it came from."""
+    try:
+        return dialect.decode_input(frames)
+    except DecodeError as exc:
+        return salvage(frames, str(exc), input_index=input_index)
+
+
+def encode_outputs(dialect: Dialect, outputs: EngineCoreOutputs, method: str) -> list[Frame]:
+    """The frames of an engine message; of a failure reply, if the result of ``method`` cannot be encoded.
+
+    Raises:
+        EncodeError: outputs of requests cannot be encoded: a bug of ours.
+    """
+    try:
+        return dialect.encode_outputs(outputs)
+    except EncodeError as exc:
+        call = outputs.utility_output
+        if call is None:
+            raise
+        _logger.error("the result of utility call %s cannot be encoded: %s", method, exc)
+        failure = utility_failure(call.call_id, method, f"its result cannot be encoded: {exc}")
+        return dialect.encode_outputs(EngineCoreOutputs(outputs.engine_index, utility_output=failure))
 
 
 class _SocketThread(ABC):
@@ -168,7 +202,8 @@ class InputThread(_SocketThread):
                 return
             for index, socket in enumerate(sockets):
                 if socket in ready:
-                    self._commands.put(self._decode(socket.recv_multipart(), index))
+                    command = decode_command(self._dialect, socket.recv_multipart(), input_index=index)
+                    self._commands.put(command)
             if self._watch is not None:
                 self._note_connections(self._watch, [m.socket in ready for m in self._monitors])
 
@@ -186,12 +221,6 @@ class InputThread(_SocketThread):
                     watch.disconnected(index, now_s)
         if gone := watch.expire(now_s):
             self._commands.put(gone)
-
-    def _decode(self, frames: list[bytes], input_index: int) -> Command:
-        try:
-            return self._dialect.decode_input(frames)
-        except DecodeError as exc:
-            return salvage(frames, str(exc), input_index=input_index)
 
 
 class OutputThread(_SocketThread):
@@ -235,15 +264,4 @@ class OutputThread(_SocketThread):
                     socket.send(item)
             else:
                 client_index, outputs, method = item
-                sockets[client_index].send_multipart(self._encode(outputs, method), copy=False)
-
-    def _encode(self, outputs: EngineCoreOutputs, method: str) -> list[Frame]:
-        try:
-            return self._dialect.encode_outputs(outputs)
-        except EncodeError as exc:
-            call = outputs.utility_output
-            if call is None:
-                raise
-            _logger.error("the result of utility call %s cannot be encoded: %s", method, exc)
-            failure = utility_failure(call.call_id, method, f"its result cannot be encoded: {exc}")
-            return self._dialect.encode_outputs(EngineCoreOutputs(outputs.engine_index, utility_output=failure))
+                sockets[client_index].send_multipart(encode_outputs(self._dialect, outputs, method), copy=False)

@@ -5,6 +5,7 @@ The script is JSON; the launch line comes over standard input. Owns nothing.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -30,4 +31,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    # At once: whatever else an interpreter does at its end can take longer than a client waits for an exit code.
+    os._exit(main(sys.argv[1:]))

@@ -281,11 +281,14 @@ class ScriptedCore:
         return counts[None]
 
     def _faults(self, direction: str, counts: dict[str | None, int], kind: str) -> list[Fault]:
-        return [
+        found = [
             fault
             for fault in self._script.faults
             if fault.direction == direction and fault.kind in (None, kind) and counts[fault.kind] == fault.nth
         ]
+        for fault in found:
+            self._log(Record("event", 0, "fault", fault.do, self._now_s, self._rank))
+        return found
 
     def _apply(self, faults: Sequence[Fault], when: str) -> None:
         for fault in faults:

@@ -18,8 +18,8 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
     ``direction`` is "in" or "out", with ``number`` counting the messages of that direction from 1 as a
     :class:`~anyengine.testing.scripted.Fault` does; or "event": ``scheduled``, with the id of a request that has left
-    the queue. ``kind`` is "init", "add", "abort", "utility" or "unknown"; "hello", "registration", "ready", "outputs"
-    or "reply". ``body`` is the decoded payload.
+    the queue, or ``fault``, with the name of one whose message has come. ``kind`` is "init", "add", "abort", "utility"
+    or "unknown"; "hello", "registration", "ready", "outputs" or "reply". ``body`` is the decoded payload.
     """
 
     direction: Literal["in", "out", "event"]

@@ -1,0 +1,174 @@
+"""What a client does with requests as a whole: many prompts at once, aborts, drains, admission.
+
+Owns the public methods for it. How a single request lives is :mod:`.request_stream`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Literal, TypeAlias, Unpack
+
+from anyengine.exceptions import EngineAsleepError
+from anyengine.params import SamplingParams
+
+from .core_client import EngineCoreClient
+from .deadlines import time_limits
+from .fences import Patience
+from .many import RequestGroup
+from .prompts import Prompt
+from .request_desk import RequestDesk
+from .request_fields import RequestFields, check_field_names
+from .request_state import RequestState
+from .request_stream import RequestStream
+
+__all__ = ["RequestControl"]
+
+RequestName: TypeAlias = str | RequestStream
+"""A request's label (which several may share), its wire id, or its stream."""
+
+
+class RequestControl:
+    """Part of :class:`EngineClient`. Lifetime: the client's."""
+
+    _core: EngineCoreClient
+
+    def _entered_desk(self) -> RequestDesk:
+        raise NotImplementedError
+
+    def generate_many(
+        self,
+        prompts: Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        ordered: bool = False,
+        concurrency: int | None = None,
+        on_error: Literal["raise", "collect"] = "raise",
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        first_token_timeout_s: float | None = None,
+        inter_token_timeout_s: float | None = None,
+        **fields: Unpack[RequestFields],
+    ) -> RequestGroup:
+        """One answer for each of ``prompts``: iterate over pairs of the prompt's index and its whole output. Inert, as
+        :meth:`generate` is.
+
+        Outputs come as they are complete, or in the order of the prompts (``ordered``). At most ``concurrency``
+        requests are in flight (``None``: as many as admission lets in); the next ones are sent while the group is
+        iterated. ``sampling_params`` are those of all prompts, or one for each. ``on_error="raise"``: the first failure
+        aborts all others and is raised; ``"collect"``: an error takes the place of the output. What else there is holds
+        for each request, and is explained at :meth:`generate`.
+        """
+        check_field_names("generate_many", fields)
+        limits_s = time_limits(timeout_s, first_token_timeout_s, inter_token_timeout_s)
+        return RequestGroup(
+            self._entered_desk,
+            prompts,
+            sampling_params,
+            request_id,
+            fields,
+            limits_s=limits_s,
+            ordered=ordered,
+            concurrency=concurrency,
+            on_error=on_error,
+        )
+
+    async def abort(
+        self, request: RequestName | Iterable[RequestName], *, timeout_s: float | None = None
+    ) -> tuple[str, ...]:
+        """Abort requests by label, wire id or stream, or several of these; the wire ids of those that were in flight.
+
+        Their streams yield their last item, with ``finish_reason="abort"`` and everything that has arrived, at once.
+        This call returns when the engines have confirmed that they hold none of them (a utility call behind the aborts
+        is the fence). Requests that are not sent yet are never sent. What is not alive is left alone: a second abort
+        does nothing.
+
+        Raises:
+            DrainTimeout: an engine has not confirmed within ``timeout_s``; it names the ranks.
+            EngineDeadError: the engine died, or the client is closed.
+
+        Cancellation: the aborts have been sent; only the confirmation is not awaited.
+        """
+        names = [request] if isinstance(request, str | RequestStream) else list(request)
+        labels = {name for name in names if isinstance(name, str)}
+        streams = {name for name in names if isinstance(name, RequestStream)}
+        self._core.usable_session()
+        desk = self._entered_desk()
+        for stream in streams:
+            if stream.wire_id is None:
+                stream.abort()
+        for ticket in list(desk.admission.tickets):
+            if ticket.label in labels:
+                ticket.abort()
+        labels.update(stream.wire_id for stream in streams if stream.wire_id is not None)
+        return await self._abort(
+            [state for state in desk.live() if state.label in labels or state.wire_id in labels], timeout_s
+        )
+
+    async def abort_all(self, *, timeout_s: float | None = None) -> tuple[str, ...]:
+        """:meth:`abort` for every request of this client."""
+        self._core.usable_session()
+        desk = self._entered_desk()
+        for ticket in list(desk.admission.tickets):
+            ticket.abort()
+        return await self._abort(desk.live(), timeout_s)
+
+    async def drain(self, *, timeout_s: float | None = None) -> None:
+        """Wait until every request that is in flight now has ended, and every engine has confirmed that it holds none
+        of them. Requests that are sent meanwhile are not waited for.
+
+        Raises:
+            DrainTimeout: requests have not ended, or an engine has not confirmed, within ``timeout_s``; it names the
+                ranks. Nothing is aborted.
+            EngineDeadError: the engine died, or the client is closed.
+
+        Cancellation: safe.
+        """
+        session = self._core.usable_session()
+        desk = self._entered_desk()
+        patience = Patience(timeout_s)
+        await desk.wait_ended(desk.live(), patience)
+        await session.fences.wait(session.connection.rota.serving, patience)
+        self._core.usable_session()
+
+    def check_admission(self, n: int = 1) -> None:
+        """Whether a request of ``n`` sequences would be taken now: for a server that has not read the prompt yet.
+
+        Raises:
+            OverloadedError: a limit is reached.
+            EngineAsleepError: the engine is paused or asleep.
+            EngineDeadError: the engine died, or the client is closed.
+        """
+        self._core.usable_session()
+        self._entered_desk().admission.check(n)
+
+    def _close_admission(self, engine_is: str, *, ends_requests: bool) -> bool:
+        """See :class:`EngineOperations`."""
+        session, desk = self._core.usable_session(), self._entered_desk()
+        was_open = desk.admission.is_open
+        desk.admission.close(partial(_asleep, engine_is), ranks=session.connection.rota.serving)
+        if ends_requests:
+            for state in desk.live():
+                state.abort_expected = True
+        return was_open
+
+    def _open_admission(self) -> None:
+        """See :class:`EngineOperations`."""
+        self._entered_desk().admission.open()
+
+    async def _abort(self, states: Sequence[RequestState], timeout_s: float | None) -> tuple[str, ...]:
+        desk, session = self._entered_desk(), self._core.usable_session()
+        aborted = desk.abort(states)
+        if aborted:
+            ranks = {state.rank for state in states}
+            await session.fences.wait(ranks.intersection(session.connection.rota.serving), Patience(timeout_s))
+            self._core.usable_session()
+        return aborted
+
+
+def _asleep(engine_is: str) -> EngineAsleepError:
+    remedy = "wake_up()" if engine_is == "asleep" else "resume_generation()"
+    return EngineAsleepError(
+        f"the engine is {engine_is}, or is about to be, since this client asked for it: {remedy} lets requests in "
+        "again; nothing was sent"
+    )

@@ -1,0 +1,57 @@
+"""Products with weights, in the layout that the processor likes best.
+
+Owns the packing. On a CPU oneDNN's blocked layout makes batches of 2 to 64 rows up to twice as fast as plain weights,
+and single rows of bfloat16 too; a packed weight takes the place of the plain one. Elsewhere, and where this build of
+torch has no oneDNN, it is ``torch.nn.functional.linear``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = ["Linear", "pack_linears"]
+
+_ROWS_HINT = 32
+
+
+def _can_pack(weight: Tensor) -> bool:
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype in {torch.float32, torch.bfloat16}
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and (weight.dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
+class Linear(nn.Module):
+    """``x @ weight.T + bias`` for ``x`` [..., in], without gradients. ``weight``: [out, in]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._packed: Any = None
+        if _can_pack(weight):
+            # What torch.compile uses for constant weights (its name is private, its schema has not changed since 2.0).
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)
+            self._linear = torch.ops.mkldnn._linear_pointwise.default
+        else:
+            self._weight = weight.detach()
+        self._bias = None if bias is None else bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._packed is None:
+            return functional.linear(x, self._weight, self._bias)
+        product: Tensor = self._linear(x, self._packed, self._bias, "none", [], "")
+        return product
+
+
+def pack_linears(model: nn.Module) -> None:
+    """Pack every linear layer of ``model``. An embedding that shares weights keeps them."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Linear:
+                setattr(module, name, Linear(child.weight, child.bias))

@@ -1,0 +1,181 @@
+"""Time limits of requests, in virtual time where that makes them exact."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+import trio.testing
+
+from anyengine import EngineClient, RequestRejected, RequestStream, RequestTimeout, SamplingParams
+from anyengine._client.deadlines import _PRUNE_FROM, Deadlines, TimedRequestState, Timeouts
+from anyengine._client.request_state import RequestState
+from anyengine._client.wakeup import make_parker
+from anyengine._wire import EngineCoreOutput
+from anyengine.testing.pytest_plugin import BACKENDS
+from anyengine.testing.scripted import Fault, RequestRule, Script, ScriptedTwin, expected_tokens
+
+pytestmark = pytest.mark.anyio
+
+LONG = SamplingParams(max_tokens=2000)
+
+
+@pytest.fixture
+def virtual() -> Any:
+    """Trio with a clock that jumps to the next deadline as soon as everybody waits."""
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+
+
+@pytest.fixture(params=["virtual"])
+def anyio_backend(request: pytest.FixtureRequest, virtual: Any) -> Any:
+    return virtual
+
+
+async def overrun(stream: RequestStream) -> tuple[list[int], RequestTimeout]:
+    tokens: list[int] = []
+    with pytest.raises(RequestTimeout) as caught:
+        async for out in stream:
+            assert not out.finished
+            tokens += out.token_ids
+    with pytest.raises(RequestTimeout):
+        await anext(stream)
+    assert caught.value.partial.token_ids == tokens
+    assert caught.value.request_id == stream.request_id
+    return tokens, caught.value
+
+
+STALLS = Fault(do="sleep", direction="out", kind="outputs", nth=5, seconds=100)
+
+
+@pytest.mark.feature("L12", "L44")
+@pytest.mark.parametrize(
+    ("script", "limits", "limit", "num_tokens"),
+    [
+        (Script(step_interval_s=0.3), {"timeout_s": 1.0}, "timeout_s", 4),
+        (Script(first_token_delay_s=50), {"first_token_timeout_s": 20}, "first_token_timeout_s", 0),
+        (Script(step_interval_s=0.1, faults=(STALLS,)), {"inter_token_timeout_s": 5}, "inter_token_timeout_s", 4),
+        (
+            Script(step_interval_s=0.1, faults=(STALLS,)),
+            {"timeout_s": 300.0, "first_token_timeout_s": 1.0, "inter_token_timeout_s": 5.0},
+            "inter_token_timeout_s",
+            4,
+        ),
+        (
+            Script(first_token_delay_s=50),
+            {"timeout_s": 10.0, "first_token_timeout_s": 20.0, "inter_token_timeout_s": 0.1},
+            "timeout_s",
+            0,
+        ),
+    ],
+)
+async def test_each_limit_fires_alone(script: Script, limits: dict[str, float], limit: str, num_tokens: int) -> None:
+    scripted = ScriptedTwin(script)
+    async with EngineClient(engine=scripted.engine) as client:
+        began_s = anyio.current_time()
+        stream = client.generate([1], LONG, **limits)
+        tokens, error = await overrun(stream)
+        passed_s = anyio.current_time() - began_s
+        assert (tokens, error.limit) == (expected_tokens([1], num_tokens), limit)
+        expected_s = limits[limit] if limit != "inter_token_timeout_s" else 0.3 + 5.0
+        assert passed_s == pytest.approx(expected_s, abs=0.01)
+        assert client.statistics()["requests_in_flight"] == 0
+        assert client.statistics()["request_timeouts"] == 1
+        await client.ping(200)
+    assert scripted.received("abort") == [[scripted.received("add")[0][0]]]
+
+
+@pytest.mark.feature("L12")
+async def test_nobody_has_to_iterate() -> None:
+    """One timer: no task and no scope for a request; a slow consumer is no slow engine."""
+    scripted = ScriptedTwin(Script(step_interval_s=0.1, faults=(STALLS,)))
+    async with EngineClient(engine=scripted.engine) as client:
+        tasks = trio.lowlevel.current_statistics().tasks_living
+        streams = [await client.submit([n], LONG, inter_token_timeout_s=5 + n) for n in range(50)]
+        assert trio.lowlevel.current_statistics().tasks_living == tasks
+        await anyio.sleep(60)
+        assert client.statistics()["requests_in_flight"] == 0
+        for n, stream in enumerate(streams):
+            tokens, _ = await overrun(stream)
+            assert tokens == expected_tokens([n], len(tokens)) and len(tokens) == 4
+        done = await client.submit([1], SamplingParams(max_tokens=3), inter_token_timeout_s=1)
+        await anyio.sleep(200)
+        assert (await anext(done)).finish_reason == "length"
+
+
+@pytest.mark.feature("L12")
+@pytest.mark.parametrize("anyio_backend", list(BACKENDS.values()), ids=list(BACKENDS))
+async def test_in_real_time_on_every_loop() -> None:
+    scripted = ScriptedTwin(Script(step_interval_s=0.01, requests=(RequestRule(first_token=1, silent=True),)))
+    with anyio.fail_after(30):
+        async with EngineClient(engine=scripted.engine) as client:
+            neighbour = await client.submit([2], SamplingParams(max_tokens=20), timeout_s=25)
+            tokens, error = await overrun(client.generate([1], LONG, timeout_s=20, first_token_timeout_s=0.05))
+            assert (tokens, error.limit) == ([], "first_token_timeout_s")
+            assert [token async for out in neighbour for token in out.token_ids] == expected_tokens([2], 20)
+
+
+@pytest.mark.feature("L12")
+async def test_waiting_to_be_sent_counts() -> None:
+    scripted = ScriptedTwin(Script(requests=(RequestRule(silent=True),)))
+    async with EngineClient(engine=scripted.engine, max_num_queued_reqs=1, admission="wait") as client:
+        async with client.generate([1], LONG):
+            for limits in ({"timeout_s": 3.0}, {"first_token_timeout_s": 3.0}):
+                began_s = anyio.current_time()
+                with pytest.raises(RequestTimeout, match="was not sent") as caught:
+                    await client.submit([2], LONG, **limits)
+                assert caught.value.partial is None
+                assert anyio.current_time() - began_s == pytest.approx(3.0)
+            with anyio.move_on_after(1) as outer:  # whose deadline this is must not be mixed up
+                await client.submit([2], LONG, timeout_s=3.0)
+            assert outer.cancelled_caught
+        assert len(scripted.received("add")) == 1
+
+
+@pytest.mark.parametrize("name", ["timeout_s", "first_token_timeout_s", "inter_token_timeout_s"])
+async def test_what_is_no_time_limit_is_refused(name: str) -> None:
+    scripted = ScriptedTwin()
+    async with EngineClient(engine=scripted.engine) as client:
+        for value in (0, -1.0, math.nan, "1", True):
+            with pytest.raises(RequestRejected) as caught:
+                await client.submit([1], LONG, **{name: value})
+            assert caught.value.parameter == name
+    assert scripted.received("add") == []
+
+
+def _state(n: int) -> RequestState:
+    return TimedRequestState(f"w{n}", f"r{n}", make_parker())
+
+
+async def test_entries_of_what_has_ended_do_not_pile_up() -> None:
+    deadlines = Deadlines(lambda expired: None)
+    alive = [_state(n) for n in range(100)]
+    for state in alive:
+        deadlines.watch(state, Timeouts(total_s=600.0), 0.0)
+    for n in range(20_000):
+        state = _state(n)
+        deadlines.watch(state, Timeouts(total_s=600.0), 0.0)
+        state.aborted()
+        assert len(deadlines) <= 2 * len(alive) + _PRUNE_FROM
+    assert not any(state.ended for state in alive)
+
+
+async def test_what_has_arrived_when_the_timer_is_late_counts() -> None:
+    expired: list[str] = []
+    deadlines = Deadlines(lambda items: expired.extend(error.limit or "" for _, error in items))
+    state = _state(0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(deadlines.run)
+        deadlines.watch(state, Timeouts(first_token_s=1.0), anyio.current_time())
+
+        async def arrive() -> None:
+            await anyio.sleep(1.0)  # due together with the timer: both are run in one turn, in any order
+            await anyio.lowlevel.checkpoint()
+            state.push(EngineCoreOutput("w0", [1]))
+
+        tasks.start_soon(arrive)
+        await anyio.sleep(5)
+        tasks.cancel_scope.cancel()
+    assert expired == []

@@ -1,0 +1,219 @@
+"""Requests that are sent again: replayed behind the tokens they have, or retried before the first one."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import anyio
+import pytest
+from engines import misbehaving, toy
+
+from anyengine import (
+    ClientClosedError,
+    EmbeddedEngine,
+    EngineClient,
+    EngineCoreClient,
+    EngineDeadError,
+    RankState,
+    RequestFailed,
+    RestartPolicy,
+    RetryPolicy,
+    SamplingParams,
+)
+from anyengine.testing.toy_runner import expected_tokens
+
+pytestmark = pytest.mark.anyio
+
+REPLAY = RestartPolicy(backoff_s=0.01, in_flight="replay")
+GREEDY = SamplingParams(max_tokens=300, temperature=0)
+RETRY = RetryPolicy(max_attempts=3, backoff_s=0.001)
+
+
+def pid_of(core: EngineCoreClient, rank: int = 0) -> int:
+    return next(child.child.pid for child in core.session.children if child.rank == rank)
+
+
+async def until(client: EngineClient, state: RankState, rank: int = 0) -> None:
+    async for event in client.events():
+        if event.ranks[rank] is state:
+            return
+
+
+@pytest.mark.feature("L31")
+async def test_a_stream_goes_on_where_it_was_when_its_engine_died() -> None:
+    with anyio.fail_after(60):
+        async with EngineClient(engine=toy(step_delay_s=0.002), restart=REPLAY) as client:
+            received: list[int] = []
+            kills = 0
+            async with client.generate([7, 8], GREEDY) as stream:
+                async for output in stream:
+                    received += output.token_ids
+                    if kills < 2 and len(received) > 40 * (kills + 1):
+                        kills += 1
+                        os.kill(pid_of(client.core), signal.SIGKILL)
+                        await until(client, RankState.RESTARTING)
+            assert received == expected_tokens([7, 8], 300)
+            assert output.finish_reason == "length" and output.num_output_tokens == 300
+            assert output.num_prompt_tokens == 2 and stream.attempts == 3
+            assert client.statistics()["requests_in_flight"] == 0
+
+
+@pytest.mark.feature("L31")
+@pytest.mark.case("K59")
+async def test_a_stream_goes_on_with_another_rank() -> None:
+    """One of two is given up for good: both serve the same model, and nobody sees a difference."""
+    policy = RestartPolicy(max_restarts=1, backoff_s=30, in_flight="replay")
+    engines = [toy(step_delay_s=0.002)] * 2
+    with anyio.fail_after(60):
+        async with EngineClient(engine=engines, restart=policy) as client:
+            outputs: dict[int, list[int]] = {}
+
+            async def consume(number: int) -> None:
+                outputs[number] = []
+                async for output in client.generate([number], GREEDY):
+                    outputs[number] += output.token_ids
+                    if len(outputs) == 6 and all(outputs.values()):
+                        running.set()
+
+            running = anyio.Event()
+            async with anyio.create_task_group() as consumers:
+                for number in range(6):
+                    consumers.start_soon(consume, number)
+                await running.wait()
+                os.kill(pid_of(client.core, 1), signal.SIGKILL)
+            assert outputs == {number: expected_tokens([number], 300) for number in range(6)}
+
+
+@pytest.mark.feature("L31")
+async def test_what_cannot_be_replayed_exactly_fails_and_says_why() -> None:
+    cases = {
+        "seed": SamplingParams(max_tokens=1900, seed=3),
+        "presence_penalty": SamplingParams(max_tokens=1900, temperature=0, presence_penalty=1.0),
+        "frequency_penalty": SamplingParams(max_tokens=1900, frequency_penalty=0.5),
+    }
+    caught: dict[str, EngineDeadError] = {}
+    with anyio.fail_after(60):
+        async with EngineClient(engine=toy(step_delay_s=0.01), restart=REPLAY) as client:
+
+            async def consume(name: str) -> None:
+                async with client.generate([7], cases[name]) as stream:
+                    await anext(stream)
+                    running.discard(name)
+                    if not running:
+                        os.kill(pid_of(client.core), signal.SIGKILL)
+                    with pytest.raises(EngineDeadError) as raised:
+                        async for _ in stream:
+                            pass
+                    caught[name] = raised.value
+
+            running = set(cases)
+            async with anyio.create_task_group() as consumers:
+                for name in cases:
+                    consumers.start_soon(consume, name)
+    for name, error in caught.items():
+        assert "was not replayed" in str(error) and name in str(error)
+        assert error.partial.token_ids and error.signal == "SIGKILL"
+    assert set(caught) == set(cases)
+
+
+async def test_a_request_that_kills_its_engine_is_not_replayed_for_ever() -> None:
+    with anyio.fail_after(60):
+        engine = toy(fail_at_step=1)
+        async with EngineClient(
+            engine=engine, restart=RestartPolicy(max_restarts=9, backoff_s=0, in_flight="replay")
+        ) as client:
+            with pytest.raises(EngineDeadError, match="may be what kills"):
+                await anext(client.generate([7], GREEDY))
+            await until(client, RankState.READY)
+            assert client.statistics()["restarts"] == 2
+
+
+@pytest.mark.feature("L31")
+@pytest.mark.parametrize("way", ["abort", "aclose", "cancel", "label", "close"])
+async def test_every_exit_works_while_a_request_waits_to_be_replayed(way: str) -> None:
+    policy = RestartPolicy(backoff_s=30, in_flight="replay")
+    with anyio.fail_after(30):
+        async with EngineClient(engine=toy(step_delay_s=0.01), restart=policy) as client:
+            stream = await client.submit([7], GREEDY, request_id="mine")
+            await anext(stream)
+            os.kill(pid_of(client.core), signal.SIGKILL)
+            await until(client, RankState.RESTARTING)
+            desk = client._entered_desk()
+            while not desk.resubmissions.waiting():
+                await anyio.lowlevel.checkpoint()
+            if way == "abort":
+                stream.abort()
+                *_, last = [output async for output in stream]
+                assert last.finish_reason == "abort"
+            elif way == "aclose":
+                await stream.aclose()
+            elif way == "label":
+                assert await client.abort("mine") == (stream.wire_id,)
+                assert [output.finish_reason async for output in stream][-1] == "abort"
+            elif way == "cancel":
+                with anyio.move_on_after(0.01):
+                    async for _ in stream:
+                        pass
+            if way != "close":
+                assert desk.resubmissions.waiting() == desk.live() == []
+        if way == "close":
+            assert [output.finish_reason async for output in stream][-1] == "abort"
+            with pytest.raises(ClientClosedError):
+                await client.submit([7])
+
+
+@pytest.mark.feature("L22")
+async def test_a_retryable_error_twice_then_tokens() -> None:
+    with anyio.fail_after(30):
+        async with EngineClient(engine=misbehaving("fails_at_first", "2"), retries=RETRY) as client:
+            stream = client.generate([7], SamplingParams(max_tokens=2))
+            assert [output.token_ids async for output in stream] == [[7]]
+            assert stream.attempts == 3
+
+
+@pytest.mark.feature("L22")
+@pytest.mark.parametrize(("failures", "retries", "attempts"), [(3, RETRY, 3), (1, None, 1)])
+async def test_the_last_error_is_told(failures: int, retries: RetryPolicy | None, attempts: int) -> None:
+    with anyio.fail_after(30):
+        async with EngineClient(engine=misbehaving("fails_at_first", str(failures)), retries=retries) as client:
+            stream = client.generate([7], SamplingParams(max_tokens=2))
+            with pytest.raises(RequestFailed) as caught:
+                await anext(stream)
+            assert (caught.value.code, caught.value.retryable, stream.attempts) == ("engine_paused", True, attempts)
+
+
+@pytest.mark.feature("L22")
+async def test_nothing_is_retried_behind_a_token_or_without_need() -> None:
+    with anyio.fail_after(30):
+        async with EngineClient(engine=misbehaving("fails_at_first", "99", "[5]"), retries=RETRY) as client:
+            stream = client.generate([7], SamplingParams(max_tokens=2))
+            with pytest.raises(RequestFailed):
+                async for _ in stream:
+                    pass
+            assert stream.attempts == 1
+        async with EngineClient(engine=misbehaving("fails_requests", "0.33.0", "null"), retries=RETRY) as client:
+            stream = client.generate([7], SamplingParams(max_tokens=2))
+            with pytest.raises(RequestFailed):
+                async for _ in stream:
+                    pass
+            assert stream.attempts == 1
+
+
+@pytest.mark.feature("L22")
+async def test_a_request_whose_rank_dies_before_its_first_token_is_retried_on_another() -> None:
+    runner = "anyengine.testing.toy_runner:create_runner"
+    engines = [
+        EmbeddedEngine(runner=runner, seed=0),
+        EmbeddedEngine(runner=runner, seed=1, runner_options={"fail_at_step": 1}),
+    ]
+    with anyio.fail_after(30):
+        async with EngineClient(engine=engines, retries=RETRY) as client:
+            for _ in range(2):
+                out = [
+                    token
+                    async for output in client.generate([7], SamplingParams(max_tokens=5))
+                    for token in output.token_ids
+                ]
+                assert out == expected_tokens([7], 5, seed=0)
+            assert client.ranks == (0,)
