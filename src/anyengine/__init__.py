@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ._client.operations import PauseMode
     from ._client.prompts import EmbedsPrompt, Prompt
     from ._client.request_stream import RequestStream
+    from ._client.stream_views import TextStream, TokenStream
+    from ._client.text_prompts import ChatPrompt
     from ._process.status import Status
     from ._protocol import (
         ClientEvent,
@@ -86,8 +88,10 @@ if TYPE_CHECKING:
         Logprob,
         LogprobsOnePosition,
         PoolingOutput,
+        RequestMetrics,
         RequestOutput,
         TensorLike,
+        Usage,
     )
     from .params import (
         LateChunkingParams,
@@ -102,6 +106,7 @@ if TYPE_CHECKING:
     from .policies import RestartPolicy, RetryPolicy
 
 __all__ = [
+    "ChatPrompt",
     "ClientClosedError",
     "ClientEvent",
     "ClientEvents",
@@ -161,6 +166,7 @@ __all__ = [
     "RepetitionDetectionParams",
     "RequestError",
     "RequestFailed",
+    "RequestMetrics",
     "RequestOutput",
     "RequestRejected",
     "RequestStream",
@@ -175,7 +181,10 @@ __all__ = [
     "StructuredOutputsParams",
     "Tensor",
     "TensorLike",
+    "TextStream",
+    "TokenStream",
     "Tokenizer",
+    "Usage",
     "UtilityError",
     "UtilityRejected",
     "UtilityTimeout",
@@ -193,6 +202,8 @@ _HOMES = {
         "_client.operations": ("PauseMode",),
         "_client.prompts": ("EmbedsPrompt", "Prompt"),
         "_client.request_stream": ("RequestStream",),
+        "_client.stream_views": ("TextStream", "TokenStream"),
+        "_client.text_prompts": ("ChatPrompt",),
         "_protocol": (
             "ClientEvent",
             "ClientState",
@@ -232,8 +243,10 @@ _HOMES = {
             "Logprob",
             "LogprobsOnePosition",
             "PoolingOutput",
+            "RequestMetrics",
             "RequestOutput",
             "TensorLike",
+            "Usage",
         ),
         "params": (
             "LateChunkingParams",
