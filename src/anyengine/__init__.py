@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ._client.operations import PauseMode
     from ._client.prompts import EmbedsPrompt, Prompt
     from ._client.request_stream import RequestStream
+    from ._client.stream_views import TextStream, TokenStream
+    from ._client.text_prompts import ChatPrompt
     from ._process.status import Status
     from ._protocol import (
         ClientEvent,
@@ -89,8 +91,10 @@ if TYPE_CHECKING:
         Logprob,
         LogprobsOnePosition,
         PoolingOutput,
+        RequestMetrics,
         RequestOutput,
         TensorLike,
+        Usage,
     )
     from .params import (
         LateChunkingParams,
@@ -105,6 +109,7 @@ if TYPE_CHECKING:
     from .policies import RestartPolicy, RetryPolicy
 
 __all__ = [
+    "ChatPrompt",
     "ClientClosedError",
     "ClientEvent",
     "ClientEvents",
@@ -167,6 +172,7 @@ __all__ = [
     "RequestError",
     "RequestFailed",
     "RequestGroup",
+    "RequestMetrics",
     "RequestOutput",
     "RequestRejected",
     "RequestStream",
@@ -182,7 +188,10 @@ __all__ = [
     "StructuredOutputsParams",
     "Tensor",
     "TensorLike",
+    "TextStream",
+    "TokenStream",
     "Tokenizer",
+    "Usage",
     "UtilityError",
     "UtilityRejected",
     "UtilityTimeout",
@@ -203,6 +212,8 @@ _HOMES = {
         "_client.prompts": ("EmbedsPrompt", "Prompt"),
         "_client.many": ("RequestGroup",),
         "_client.request_stream": ("RequestStream",),
+        "_client.stream_views": ("TextStream", "TokenStream"),
+        "_client.text_prompts": ("ChatPrompt",),
         "_protocol": (
             "ClientEvent",
             "ClientState",
@@ -242,8 +253,10 @@ _HOMES = {
             "Logprob",
             "LogprobsOnePosition",
             "PoolingOutput",
+            "RequestMetrics",
             "RequestOutput",
             "TensorLike",
+            "Usage",
         ),
         "params": (
             "LateChunkingParams",
