@@ -39,11 +39,12 @@ from .request_control import RequestControl
 from .request_desk import RequestDesk
 from .request_fields import RequestFields, check_field_names
 from .request_stream import RequestStream
+from .shortcuts import RequestShortcuts
 
 __all__ = ["EngineClient"]
 
 
-class EngineClient(RequestControl, EngineOperations):
+class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
     """A client of one engine core, or of several, in one task group.
 
     Use it as ``async with EngineClient(...) as client:``, under trio or asyncio. Construction touches no event loop.
