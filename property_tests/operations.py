@@ -19,6 +19,7 @@ from anyengine import (
     EngineDeadError,
     LoRARequest,
     PoolingParams,
+    RequestGroup,
     RequestStream,
     SamplingParams,
 )
@@ -29,13 +30,15 @@ from explorer import Case, Operation
 
 __all__ = ["CLASSES", "IN_PROCESSES", "OPERATIONS", "asynchronous_members", "covered", "missing"]
 
-CLASSES: Final = (EngineClient, EngineCoreClient, RequestStream, OutputBatches, ClientEvents)
+CLASSES: Final = (EngineClient, EngineCoreClient, RequestStream, RequestGroup, OutputBatches, ClientEvents)
 """The clients, and everything that their synchronous methods hand out to be awaited or iterated."""
 
 SYNCHRONOUS: Final = frozenset(
     {
+        "EngineClient.check_admission",
         "EngineClient.events",
         "EngineClient.generate",
+        "EngineClient.generate_many",
         "EngineClient.statistics",
         "EngineCoreClient.abort",
         "EngineCoreClient.add",
@@ -44,8 +47,10 @@ SYNCHRONOUS: Final = frozenset(
         "EngineCoreClient.statistics",
         "EngineCoreClient.usable_session",
         "EngineCoreClient.utility_arity",
+        "RequestGroup.close_nowait",
         "RequestStream.abort",
         "RequestStream.close_nowait",
+        "RequestStream.disown",
     }
 )
 """Methods without an await. What a new one returns, if it can be awaited, belongs into ``CLASSES``."""
@@ -126,6 +131,40 @@ async def abort(case: Case) -> None:
         assert [out.finish_reason async for out in stream][-1] == "abort"
     finally:
         stream.close_nowait()
+
+
+async def abort_all(case: Case) -> None:
+    async with case.another() as client:
+        stream = await client.submit([1], LONG)
+        try:
+            assert await client.abort_all() == (stream.wire_id,)
+        finally:
+            stream.close_nowait()
+
+
+async def drain(case: Case) -> None:
+    async with case.another() as client:
+        stream = await client.submit([1], SHORT)
+        try:
+            await client.drain()
+        finally:
+            stream.close_nowait()
+
+
+async def answer_many(case: Case, *, concurrency: int | None) -> None:
+    async for _ in case.client.generate_many([[1], [2], [3]], SHORT, concurrency=concurrency):
+        pass
+
+
+async def leave_many_early(case: Case) -> None:
+    params = [SHORT, LONG, LONG]
+    async with case.client.generate_many([[1], [2], [3]], params) as group:
+        assert (await anext(group))[0] == 0
+
+
+async def in_time(case: Case) -> None:
+    async for _ in case.client.generate([1], SHORT, timeout_s=60, inter_token_timeout_s=60):
+        pass
 
 
 # ---------------------------------------------------------------------------------------------------- the whole client
@@ -238,6 +277,8 @@ ENTRIES: Final[dict[str, list[Operation]]] = {
     ],
     "EngineClient.__aexit__": [],  # with its __aenter__
     "EngineClient.abort": [Operation("abort", abort)],
+    "EngineClient.abort_all": [Operation("abort_all", abort_all, shielded=True)],
+    "EngineClient.drain": [Operation("drain", drain, shielded=True)],
     "EngineClient.add_lora": [Operation("add_lora", call("add_lora", ADAPTER))],
     "EngineClient.collective_rpc": [Operation("collective_rpc", call("collective_rpc", "x"))],
     "EngineClient.encode": [Operation("encode", encode)],
@@ -264,6 +305,13 @@ ENTRIES: Final[dict[str, list[Operation]]] = {
     "EngineCoreClient.utility_on_all": [Operation("utility_on_all", call("core.utility_on_all", "is_sleeping"))],
     "EngineCoreClient.wait_dead": [],  # the client's
     "EngineCoreClient.wait_room": [Operation("wait_room", call("core.wait_room"), immediate=True)],
+    "RequestGroup.__aenter__": [Operation("leave many early", leave_many_early)],
+    "RequestGroup.__aexit__": [],
+    "RequestGroup.__anext__": [
+        Operation("answer many", partial(answer_many, concurrency=None)),
+        Operation("answer many, one by one", partial(answer_many, concurrency=1)),
+    ],
+    "RequestGroup.aclose": [],  # with __anext__, which closes
     "RequestStream.__aenter__": [
         Operation("read in a block", read_in_a_block),
         Operation("leave a block early", leave_a_block_early),
@@ -271,6 +319,7 @@ ENTRIES: Final[dict[str, list[Operation]]] = {
     "RequestStream.__aexit__": [],
     "RequestStream.__anext__": [
         Operation("read to the end", read_to_the_end),
+        Operation("read in time", in_time),
         Operation("wait for what does not come", wait_for_what_does_not_come, shielded=True),
         Operation("two at once", two_at_once, shielded=True),
         Operation("generate with an adapter", generate_with_an_adapter),

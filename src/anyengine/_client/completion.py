@@ -88,7 +88,8 @@ class Completion:
         return self._output("".join(self._text), self._token_ids.copy(), 0, everything=True)
 
     def _keep(self, state: RequestState, ids: list[int], text: str) -> None:
-        state.token_ids, state.readable, state.unmarked = None, False, 0
+        # With an error still to be raised there is more to come, and nobody will wake the consumer for it again.
+        state.token_ids, state.readable, state.unmarked = None, state.error is not None, 0
         self._token_ids += ids
         if self._scores is not None:  # together with the tokens, always: a row for each
             assert isinstance(state, ScoredRequestState)

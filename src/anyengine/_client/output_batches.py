@@ -80,7 +80,7 @@ class BatchConsumer:
 
     def _failed(self, session: Session, death: RankDeath) -> EngineCoreOutputs:
         """The end of a rank's requests, as one more batch: each has failed; their consumers are told."""
-        entries = session.connection.requests.fail_all(death.error, death.rank)
+        entries = session.connection.requests.fail_all(death.error, death.rank, only=death.request_ids)
         trouble = EngineRequestError("engine_dead", str(death.error), retryable=True)
         outputs = [
             EngineCoreOutput(entry.request_id, [], finish_reason=FinishReason.ERROR, error=trouble)

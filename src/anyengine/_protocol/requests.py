@@ -7,7 +7,7 @@ go with it. Pure: consumers are objects with three synchronous methods; nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -168,12 +168,21 @@ class RequestRegistry:
                 groups.setdefault(entry.rank, []).append(request_id)
         return groups
 
-    def fail_all(self, error: BaseException, rank: int | None = None) -> list[RequestEntry]:
-        """Fail every live request (of ``rank``, if given) and forget it; the entries that were failed.
+    def of_rank(self, rank: int) -> frozenset[str]:
+        """The ids of the live requests that ``rank`` runs."""
+        return frozenset(entry.request_id for entry in self.live.values() if entry.rank == rank)
+
+    def fail_all(
+        self, error: BaseException, rank: int | None = None, *, only: Collection[str] | None = None
+    ) -> list[RequestEntry]:
+        """Fail every live request (of ``rank``, or of those with these ids, if given) and forget it; the entries that
+        were failed.
 
         Everyone is told, whatever a consumer makes of it: its own exception ends with it.
         """
         doomed = [entry for entry in self.live.values() if rank is None or entry.rank == rank]
+        if only is not None:
+            doomed = [entry for entry in doomed if entry.request_id in only]
         for entry in doomed:
             self.close(entry.request_id)
         for entry in doomed:
