@@ -19,11 +19,11 @@ from anyengine import (
     EngineDeadError,
     LoRARequest,
     PoolingParams,
+    RequestGroup,
     RequestStream,
     SamplingParams,
 )
 from anyengine._client.events import ClientEvents
-from anyengine._client.many import RequestGroup
 from anyengine._client.output_batches import OutputBatches
 from anyengine._wire import EngineCoreRequest, WireSamplingParams
 from explorer import Case, Operation
@@ -44,14 +44,13 @@ SYNCHRONOUS: Final = frozenset(
         "EngineCoreClient.add",
         "EngineCoreClient.events",
         "EngineCoreClient.outputs",
-        "EngineCoreClient.put",
         "EngineCoreClient.statistics",
         "EngineCoreClient.usable_session",
         "EngineCoreClient.utility_arity",
+        "RequestGroup.close_nowait",
         "RequestStream.abort",
         "RequestStream.close_nowait",
         "RequestStream.disown",
-        "RequestGroup.close_nowait",
     }
 )
 """Methods without an await. What a new one returns, if it can be awaited, belongs into ``CLASSES``."""
@@ -134,52 +133,47 @@ async def abort(case: Case) -> None:
         stream.close_nowait()
 
 
+async def abort_all(case: Case) -> None:
+    async with case.another() as client:
+        stream = await client.submit([1], LONG)
+        try:
+            assert await client.abort_all() == (stream.wire_id,)
+        finally:
+            stream.close_nowait()
+
+
+async def drain(case: Case) -> None:
+    async with case.another() as client:
+        stream = await client.submit([1], SHORT)
+        try:
+            await client.drain()
+        finally:
+            stream.close_nowait()
+
+
+async def answer_many(case: Case, *, concurrency: int | None) -> None:
+    async for _ in case.client.generate_many([[1], [2], [3]], SHORT, concurrency=concurrency):
+        pass
+
+
+async def leave_many_early(case: Case) -> None:
+    params = [SHORT, LONG, LONG]
+    async with case.client.generate_many([[1], [2], [3]], params) as group:
+        assert (await anext(group))[0] == 0
+
+
 async def several_completions(case: Case) -> None:
     async with case.client.generate([1], SamplingParams(max_tokens=3, n=3, temperature=1.0)) as stream:
         async for _ in stream:
             pass
 
 
-async def read_with_deadlines(case: Case) -> None:
-    async for _ in case.client.generate([1], SHORT, timeout_s=60, first_token_timeout_s=60, inter_token_timeout_s=60):
+async def in_time(case: Case) -> None:
+    async for _ in case.client.generate([1], SHORT, timeout_s=60, inter_token_timeout_s=60):
         pass
-
-
-async def many_prompts(case: Case) -> None:
-    async for _ in case.client.generate_many([[1], [2], [3]], SHORT, concurrency=2):
-        pass
-
-
-async def leave_many_prompts(case: Case) -> None:
-    async with case.client.generate_many([[1], [2], [3]], [SHORT, LONG, LONG]) as group:
-        await anext(group)
-        await group.aclose()
 
 
 # ---------------------------------------------------------------------------------------------------- the whole client
-
-
-async def abort_all(case: Case) -> None:
-    async with case.another() as client:
-        stream = await client.submit([1], LONG)
-        assert len(await client.abort_all()) == 1
-        assert [out.finish_reason async for out in stream][-1] == "abort"
-
-
-async def close_from_inside(case: Case) -> None:
-    """One request ends within the limit, the other is aborted."""
-    async with case.another() as client:
-        short = await client.submit([1], SHORT)
-        endless = await client.submit([1], LONG)
-        await client.aclose(drain_timeout_s=0.01)
-        for stream in (short, endless):
-            stream.close_nowait()
-
-
-async def close_the_core_from_inside(case: Case) -> None:
-    async with EngineCoreClient(case.another().core.engines, liveness_timeout_s=None) as core:
-        core.add(EngineCoreRequest(f"core-{id(core)}", [1], sampling_params=WireSamplingParams(max_tokens=1_000_000)))
-        await core.aclose(drain_timeout_s=0)
 
 
 async def whole_session(case: Case) -> None:
@@ -204,6 +198,22 @@ async def receive_outputs(case: Case) -> None:
     async with EngineCoreClient(case.another().core.engines, liveness_timeout_s=None) as core:
         core.add(EngineCoreRequest(f"core-{id(core)}", [1], sampling_params=WireSamplingParams(max_tokens=1)))
         await core.receive_outputs()
+
+
+async def close_from_inside(case: Case) -> None:
+    """One request ends within the limit, the other is aborted."""
+    async with case.another() as client:
+        short = await client.submit([1], SHORT)
+        endless = await client.submit([1], LONG)
+        await client.aclose(drain_timeout_s=0.01)
+        for stream in (short, endless):
+            stream.close_nowait()
+
+
+async def close_the_core_from_inside(case: Case) -> None:
+    async with EngineCoreClient(case.another().core.engines, liveness_timeout_s=None) as core:
+        core.add(EngineCoreRequest(f"core-{id(core)}", [1], sampling_params=WireSamplingParams(max_tokens=1_000_000)))
+        await core.aclose(drain_timeout_s=0)
 
 
 async def wait_dead(case: Case, *, rank: int | None = None) -> None:
@@ -290,6 +300,7 @@ ENTRIES: Final[dict[str, list[Operation]]] = {
     "EngineClient.__aexit__": [],  # with its __aenter__
     "EngineClient.abort": [Operation("abort", abort)],
     "EngineClient.abort_all": [Operation("abort_all", abort_all, shielded=True)],
+    "EngineClient.drain": [Operation("drain", drain, shielded=True)],
     "EngineClient.aclose": [Operation("close from inside", close_from_inside, shielded=True)],
     "EngineClient.add_lora": [Operation("add_lora", call("add_lora", ADAPTER))],
     "EngineClient.collective_rpc": [Operation("collective_rpc", call("collective_rpc", "x"))],
@@ -320,6 +331,13 @@ ENTRIES: Final[dict[str, list[Operation]]] = {
     "EngineCoreClient.utility_on_all": [Operation("utility_on_all", call("core.utility_on_all", "is_sleeping"))],
     "EngineCoreClient.wait_dead": [],  # the client's
     "EngineCoreClient.wait_room": [Operation("wait_room", call("core.wait_room"), immediate=True)],
+    "RequestGroup.__aenter__": [Operation("leave many early", leave_many_early)],
+    "RequestGroup.__aexit__": [],
+    "RequestGroup.__anext__": [
+        Operation("answer many", partial(answer_many, concurrency=None)),
+        Operation("answer many, one by one", partial(answer_many, concurrency=1)),
+    ],
+    "RequestGroup.aclose": [],  # with __anext__, which closes
     "RequestStream.__aenter__": [
         Operation("read in a block", read_in_a_block),
         Operation("leave a block early", leave_a_block_early),
@@ -327,16 +345,12 @@ ENTRIES: Final[dict[str, list[Operation]]] = {
     "RequestStream.__aexit__": [],
     "RequestStream.__anext__": [
         Operation("read to the end", read_to_the_end),
+        Operation("read in time", in_time),
         Operation("several completions", several_completions),
-        Operation("read with deadlines", read_with_deadlines),
         Operation("wait for what does not come", wait_for_what_does_not_come, shielded=True),
         Operation("two at once", two_at_once, shielded=True),
         Operation("generate with an adapter", generate_with_an_adapter),
     ],
-    "RequestGroup.__aenter__": [Operation("leave many prompts", leave_many_prompts)],
-    "RequestGroup.__aexit__": [],
-    "RequestGroup.__anext__": [Operation("many prompts", many_prompts)],
-    "RequestGroup.aclose": [],
     "RequestStream.aclose": [],  # with submit
     "RequestStream.start": [Operation("start a stream", start_a_stream, immediate=True)],
     "ClientEvents.__anext__": [Operation("follow a life", follow_a_life, shielded=True)],

@@ -12,6 +12,7 @@ import signal
 import struct
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -370,6 +371,18 @@ def fails_requests(peer: Peer, version: str, error: str) -> None:
             if detail is not None:
                 output += [None, None, None, None, None, None, None, 0, None, None, None, None, detail]
             peer.outputs.send(pack([peer.rank, [output], None, 0.0, None]))
+
+
+def checksums(peer: Peer) -> None:
+    """Answers calls with a checksum of the largest frame of each request."""
+    peer.start()
+    sums: list[int] = []
+    while True:
+        kind, *frames = peer.inputs.recv_multipart()
+        if kind == b"\x00":
+            sums.append(zlib.crc32(max(frames, key=len)))
+        elif kind == b"\x03":
+            peer.reply(unpack(frames[0])[1], sums)
 
 
 def collective(peer: Peer) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import anyio
+import msgspec
 
 from anyengine.exceptions import EngineError, OverloadedError, RequestError
 
@@ -26,8 +26,7 @@ _WINDOW_S: Final = 30.0
 Reason = Literal["requests", "tokens", "bytes", "restarting", "closed"]
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionSettings:
+class AdmissionSettings(msgspec.Struct, frozen=True):
     """What a client is told: see :class:`EngineClient`."""
 
     max_num_queued_reqs: int | None = None

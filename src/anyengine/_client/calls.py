@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 
 from anyengine._protocol import PendingCall
-from anyengine.exceptions import EngineDeadError, EngineUnresponsiveError, UtilityError
+from anyengine.exceptions import EngineDeadError, EngineUnresponsiveError, UtilityError, UtilityTimeout
 
 from .liveness import PROBE
 from .session import Session
@@ -33,7 +33,14 @@ class EngineCalls:
         """:attr:`session`, if new calls can be made on it."""
         raise NotImplementedError
 
-    async def utility(self, method: str, *args: Any, rank: int | None = None, unchecked: bool = False) -> Any:
+    async def utility(
+        self,
+        method: str,
+        *args: Any,
+        rank: int | None = None,
+        unchecked: bool = False,
+        timeout_s: float | None = None,
+    ) -> Any:
         """Call a named method of one engine, between two steps of its main loop, and return its result as plain data.
 
         The engine is that of ``rank``, or the first one that lives. The reply is a fence: the engine has taken every
@@ -44,6 +51,7 @@ class EngineCalls:
         Raises:
             UtilityRejected: the engine has no such method, or would not survive the call; nothing was sent.
             UtilityError: the engine refused, or the method failed.
+            UtilityTimeout: it has not answered within ``timeout_s``; as when cancelled, it may still carry it out.
             EncodeError: an argument cannot be encoded; nothing was sent.
             RequestRejected: there is no such rank.
             EngineDeadError: the engine died, or the client is closed.
@@ -52,10 +60,15 @@ class EngineCalls:
         """
         session = self.usable_session() if rank is not None else await self._session_with_ranks()
         chosen = session.connection.rota.alive[0] if rank is None else session.check_rank(rank)
-        return (await call_ranks(session, method, args, [chosen], unchecked=unchecked))[chosen]
+        return (await _call_in_time(session, method, args, [chosen], timeout_s, unchecked=unchecked))[chosen]
 
     async def utility_on(
-        self, ranks: Iterable[int] | None, method: str, *args: Any, unchecked: bool = False
+        self,
+        ranks: Iterable[int] | None,
+        method: str,
+        *args: Any,
+        unchecked: bool = False,
+        timeout_s: float | None = None,
     ) -> dict[int, Any]:
         """:meth:`utility` on several ranks, by default on all that live; their results by rank.
 
@@ -65,13 +78,14 @@ class EngineCalls:
 
         Raises:
             UtilityError, EncodeError, RequestRejected, EngineDeadError: see :meth:`utility`.
+            UtilityTimeout: some have not answered within ``timeout_s``.
 
         Cancellation: the calls are forgotten; the engines may still carry them out.
         """
         session = self.usable_session() if ranks is not None else await self._session_with_ranks()
         alive = session.connection.rota.alive
         chosen = alive if ranks is None else tuple(map(session.check_rank, dict.fromkeys(ranks)))
-        return await call_ranks(session, method, args, chosen, unchecked=unchecked)
+        return await _call_in_time(session, method, args, chosen, timeout_s, unchecked=unchecked)
 
     async def utility_on_all(self, method: str, *args: Any) -> dict[int, Any]:
         """:meth:`utility` on all ranks that live, for what must hold of every one: asked again without those that die
@@ -135,6 +149,29 @@ class EngineCalls:
         arities = [connection.utility_arity(method, rank) for rank in connection.rota.alive or connection.ranks]
         known = [arity for arity in arities if arity is not None]
         return min(known) if len(known) == len(arities) else None
+
+
+async def _call_in_time(
+    session: Session,
+    method: str,
+    args: Sequence[Any],
+    ranks: Sequence[int],
+    timeout_s: float | None,
+    *,
+    unchecked: bool,
+) -> dict[int, Any]:
+    if timeout_s is None:
+        return await call_ranks(session, method, args, ranks, unchecked=unchecked)
+    unanswered: set[int] = set()
+    with anyio.move_on_after(timeout_s):
+        return await call_ranks(session, method, args, ranks, unchecked=unchecked, unanswered=unanswered)
+    silent = sorted(unanswered)
+    who = f"engine {silent[0]} has" if len(silent) == 1 else f"engines {', '.join(map(str, silent))} have"
+    raise UtilityTimeout(
+        f"{who} not answered the utility call {method!r} within {timeout_s:g} s; a late answer is dropped",
+        method=method,
+        rank=silent[0] if silent else None,
+    )
 
 
 async def call_ranks(

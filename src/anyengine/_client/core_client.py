@@ -69,6 +69,8 @@ class EngineCoreClient(EngineInfo):
         on_notification: called, in a task of the session, with each EEP notification and fault status.
         restart: start an engine again that dies once it was ready. ``None``: its death is final. Requests of a
             low-level client always fail with their engine (``in_flight`` is for :class:`EngineClient`).
+        strict: raise :class:`ClientFailedError` at the end of a block that left a request, a call or a task behind: a
+            bug of ours, for tests to find.
     """
 
     def __init__(
@@ -84,12 +86,14 @@ class EngineCoreClient(EngineInfo):
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
         restart: RestartPolicy | None = None,
+        strict: bool = False,
     ) -> None:
         self._settings = SessionSettings.of(
             engine,
             startup_timeout_s=startup_timeout_s,
             shutdown_grace_s=shutdown_grace_s,
             drain_timeout_s=drain_timeout_s,
+            strict=strict,
             liveness_timeout_s=liveness_timeout_s,
             max_unread_bytes=max_unread_bytes,
             on_death=on_death,

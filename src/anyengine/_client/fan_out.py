@@ -84,6 +84,11 @@ class Completions:
         return all(one.state.ended for one in self._all) or any(one.state.error for one in self._all)
 
     @property
+    def all_taken(self) -> bool:
+        """Whether the last item of each has been taken."""
+        return all(one.over for one in self._all)
+
+    @property
     def lag(self) -> int:
         """How many tokens have arrived and have not been taken."""
         return sum(len(one.state.token_ids or ()) for one in self._all)
@@ -96,7 +101,7 @@ class Completions:
         """Whether there is something to take, or an error to raise; with ``gather``, only when all have ended."""
         if self._only is not None:
             state = self._only.state
-            return state.ended if gather else state.readable
+            return state.ended or (state.readable and not gather)
         if gather:
             return self.ended
         return self._next() is not None or self._failed is not None
@@ -115,9 +120,9 @@ class Completions:
         assert one is not None
         if self._woken:
             self._woken.popleft()
-        ends = one.state.finish_reason is not None
-        output = one.take(self._num_open - ends)
-        self._num_open -= ends
+        output = one.take(self._num_open - 1)
+        self._num_open -= one.over
+        self._failed = self._failed or one.state.error
         return output
 
     def snapshot(self) -> RequestOutput:

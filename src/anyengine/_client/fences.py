@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import anyio
+import msgspec
 
 from anyengine._transport.abc import PeerUnreachable
 from anyengine._wire import engine_identity
@@ -29,8 +29,7 @@ __all__ = ["FencePassed", "Fences", "Patience"]
 _logger = logging.getLogger("anyengine.client")
 
 
-@dataclass(frozen=True, slots=True)
-class FencePassed:
+class FencePassed(msgspec.Struct, frozen=True):
     """A fence was answered: an item of the session's stream where its order among outputs is not the replies'."""
 
     rank: int

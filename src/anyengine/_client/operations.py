@@ -61,8 +61,8 @@ class EngineOperations:
         ``ends_requests``: it will end every request at our bidding, which is a normal end for their consumers."""
         raise NotImplementedError
 
-    def _open_admission(self) -> None:
-        """Requests may be sent again."""
+    def _open_admission(self) -> bool:
+        """Requests may be sent again; whether they might not until now."""
         raise NotImplementedError
 
     # --------------------------------------------------------------------- pauses
@@ -97,8 +97,13 @@ class EngineOperations:
 
     async def resume_generation(self) -> None:
         """Go on after :meth:`pause_generation`."""
-        await self._call("resume_scheduler")
-        self._open_admission()
+        was_closed = self._open_admission()  # what is sent from now on is behind the call
+        try:
+            await self._call("resume_scheduler")
+        except UtilityError:
+            if was_closed:  # it did not come to that
+                self._close_admission("paused", ends_requests=False)
+            raise
 
     async def is_paused(self) -> bool:
         """Whether the engine is paused."""

@@ -152,9 +152,12 @@ class RequestControl:
                 state.abort_expected = True
         return was_open
 
-    def _open_admission(self) -> None:
+    def _open_admission(self) -> bool:
         """See :class:`EngineOperations`."""
-        self._entered_desk().admission.open()
+        admission = self._entered_desk().admission
+        was_closed = not admission.is_open
+        admission.open()
+        return was_closed
 
     async def _abort(self, states: Sequence[RequestState], timeout_s: float | None) -> tuple[str, ...]:
         desk, session = self._entered_desk(), self._core.usable_session()

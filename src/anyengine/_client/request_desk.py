@@ -116,7 +116,7 @@ class RequestDesk:
         if builder.limits.tasks is None:
             await self._readiness.learn_tasks()
             builder.take_limits(common_limits(self._session))
-        prepared = await builder.encode(prompt)
+        prepared = await builder.encode(prompt, params, fields.get("tokenization_kwargs"))
         adapter = fields.get("lora_request")
         if adapter is not None and not self._readiness.has_loaded(adapter):
             # All else is checked before anything is sent; by now the engine may be dead.

@@ -24,6 +24,7 @@ from .fan_out import Completions
 from .prompts import Embeddings, Prompt
 from .request_desk import RequestDesk
 from .request_fields import RequestFields
+from .stream_views import TextStream, TokenStream
 from .wakeup import EndBell
 
 __all__ = ["RequestStream"]
@@ -179,6 +180,44 @@ class RequestStream:
                 self._on_end()
         self._prompt, self._fields = (), {}  # sent: not ours to keep
         return completions
+
+    async def final(self) -> RequestOutput:
+        """Everything that the request gives, once it has ended: of all its completions, and whatever was taken before.
+
+        Raises: see :meth:`__anext__`; ``ClosedResourceError``: the stream was closed before its end.
+
+        Cancellation: see :meth:`__anext__`.
+        """
+        self._gather = True
+        if not self._over:
+            return await anext(self)
+        if self._error is not None:
+            raise self._own(self._error)
+        if self._completions is None or not self._completions.all_taken:
+            raise anyio.ClosedResourceError
+        return self._completions.snapshot()
+
+    def text_stream(self) -> TextStream:
+        """The stream as pieces of text, none of them empty.
+
+        Raises:
+            ValueError: the request has several completions, whose texts would be mixed.
+        """
+        self._check_single()
+        return TextStream(self, self._params.output_kind)
+
+    def token_stream(self) -> TokenStream:
+        """The stream as single tokens.
+
+        Raises:
+            ValueError: the request has several completions, whose tokens would be mixed.
+        """
+        self._check_single()
+        return TokenStream(self, self._params.output_kind)
+
+    def _check_single(self) -> None:
+        if self._params.n != 1:
+            raise ValueError(f"n={self._params.n}: iterate over the stream itself, whose items say which they are of")
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeAlias, TypeVarTuple
@@ -89,6 +90,8 @@ class Session:
         """Called when there may be room for a request where there was none."""
         self.notifications: Notifications = Notifications(settings.on_notification, tasks)
         self.closing: Closing = Closing(self)
+        self.running_tasks: Counter[str] = Counter()
+        """The tasks of :meth:`own`, by name."""
         self._messages_dropped = 0
         self.in_order: bool = False
         """Set by a client whose consumer of ``feed`` also resolves the replies and passes the cause on, so that a
@@ -182,8 +185,8 @@ class Session:
 
     def abort_live(self) -> None:
         """Abort every request in flight, and tell its consumer. Synchronous; an engine that is gone is
-        no error."""
-        if self.cause is None and self.is_connected:
+        no error. Also when the session has ended: a task of its own may have noticed first that the block is left."""
+        if self.is_connected:
             for rank, frames in self.connection.abort([*self.connection.requests.live]):
                 with suppress(PeerUnreachable):
                     self.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
@@ -260,11 +263,12 @@ class Session:
     ) -> None:
         """Run one of the client's own tasks; a failure of it ends the session instead of leaving the group."""
         task_status.started()
+        name = getattr(task, "__qualname__", repr(task))
+        self.running_tasks[name] += 1
         try:
             await task(*args)
         except Exception as exc:
             # Our own bug, whatever it is: everyone who waits must hear of it.
-            name = getattr(task, "__qualname__", repr(task))
             _logger.exception("the client's own task %s failed", name)
             failure = ClientFailedError(f"the client's own task {name} failed: {exc!r}")
             failure.__cause__ = exc
@@ -281,6 +285,8 @@ class Session:
             finally:
                 self.close()
             raise
+        finally:
+            self.running_tasks[name] -= 1
 
     async def drain_outputs(self) -> None:
         """The output drain: reads the output socket until it is empty at each wake-up, decodes, hands over."""

@@ -8,7 +8,6 @@ sent when it took the abort. Pure: who asks when a fence is needed sends it, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 __all__ = ["AbortLedger"]
@@ -21,7 +20,6 @@ _Abort: TypeAlias = tuple[int, int]
 """The rank, and how many fences it had been sent before. There are thousands: a collector passes pairs of ints by."""
 
 
-@dataclass(slots=True)
 class AbortLedger:
     """What is remembered of aborts.
 
@@ -29,15 +27,18 @@ class AbortLedger:
     repeated at most once.
     """
 
-    doubtful: set[int] = field(default_factory=set)
-    """Ranks that have sent an output after an abort, with no fence behind it yet."""
-    ignored: dict[int, list[str]] = field(default_factory=dict)
-    """Ids, by rank, whose outputs go on although a fence behind their abort was answered: to be aborted again."""
-    _recent: dict[str, _Abort] = field(default_factory=dict)
-    _earlier: dict[str, _Abort] = field(default_factory=dict)  # together they hold one to two times what we promise
-    _repeated: set[str] = field(default_factory=set)
-    _sent: dict[int, int] = field(default_factory=dict)
-    _passed: dict[int, int] = field(default_factory=dict)
+    __slots__ = ("_earlier", "_passed", "_recent", "_repeated", "_sent", "doubtful", "ignored")
+
+    def __init__(self) -> None:
+        self.doubtful: set[int] = set()
+        """Ranks that have sent an output after an abort, with no fence behind it yet."""
+        self.ignored: dict[int, list[str]] = {}
+        """Ids, by rank, whose outputs go on although a fence behind their abort was answered: to be aborted again."""
+        self._recent: dict[str, _Abort] = {}
+        self._earlier: dict[str, _Abort] = {}  # together they hold one to two times what we promise
+        self._repeated: set[str] = set()
+        self._sent: dict[int, int] = {}
+        self._passed: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._recent) + len(self._earlier)

@@ -1,1 +1,1 @@
-"""Benchmarks of the client, each against a scripted engine. ``anyengine bench`` runs them; none of them is a test."""
+"""Benchmarks: what the engine and the client cost, beside what people would use instead, in one run."""

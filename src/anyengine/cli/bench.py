@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from anyengine.cli.bench_death import add_death_bench
+from anyengine.cli.bench_engine import add_engine_bench
 
 __all__ = ["add_bench_command"]
 
@@ -17,3 +18,4 @@ def add_bench_command(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure the client and the engine")
     subjects = bench.add_subparsers(title="what to measure", required=True, metavar="SUBJECT")
     add_death_bench(subjects)
+    add_engine_bench(subjects)

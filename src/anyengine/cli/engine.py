@@ -39,6 +39,8 @@ class EngineOptions:
     max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
+    kv_cache_memory_bytes: int | None
+    enable_prefix_caching: bool
     num_threads: int | None
     seed: int
     runner: str | None
@@ -56,6 +58,8 @@ class EngineOptions:
             dtype=self.dtype,
             device=self.device,
             max_model_len=self.max_model_len,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            enable_prefix_caching=self.enable_prefix_caching,
             num_threads=self.num_threads,
             seed=self.seed,
             **given,
@@ -143,7 +147,16 @@ def _add_model_options(parser: ArgumentParser) -> None:
         help="prompt and answer together (default: the model's, at most 8192)",
     )
     group.add_argument("--max-num-seqs", type=int, metavar="N", help="requests that run at once")
-    group.add_argument("--max-num-batched-tokens", type=int, metavar="TOKENS", help="prompt tokens in one step")
+    group.add_argument("--max-num-batched-tokens", type=int, metavar="TOKENS", help="computed in one step")
+    group.add_argument(
+        "--kv-cache-memory-bytes", type=int, metavar="N", help="of keys and values (default: by the free memory)"
+    )
+    group.add_argument(
+        "--no-prefix-caching",
+        dest="enable_prefix_caching",
+        action="store_false",
+        help="compute the beginning that requests have in common for each of them",
+    )
     group.add_argument("--num-threads", type=int, metavar="N", help="of torch (default: its own choice)")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of requests without one (default: 0)")
     group.add_argument("--runner", metavar="MODULE:FACTORY", help="another model runner than ours")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 import anyio
 
 from anyengine.cli.bench_death import DeathBenchOptions, run_death_bench
+from anyengine.cli.bench_engine import EngineBenchOptions, run_engine_bench
 from anyengine.cli.check_options import CheckOptions
 from anyengine.cli.engine import EngineOptions, check_place, serve_front_end
 from anyengine.cli.mock import MockOptions, serve_mock
@@ -45,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
         match options:
+            case EngineBenchOptions():
+                return run_engine_bench(options)
             case CheckOptions():
                 return _check(options)
             case EngineOptions():

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, get_args
 from anyengine import EmbeddedEngine, SamplingParams
 from anyengine.cli.bench import add_bench_command
 from anyengine.cli.bench_death import DeathBenchOptions
+from anyengine.cli.bench_engine import EngineBenchOptions
 from anyengine.cli.check_options import CheckOptions, add_check_command
 from anyengine.cli.engine import EngineOptions, add_engine_options
 from anyengine.cli.mock import MockOptions, add_mock_command
@@ -78,7 +79,7 @@ class RunOptions:
         return [*system, {"role": "user", "content": prompt}]
 
 
-Options: TypeAlias = RunOptions | EngineOptions | CheckOptions | MockOptions | DeathBenchOptions
+Options: TypeAlias = RunOptions | EngineOptions | CheckOptions | MockOptions | DeathBenchOptions | EngineBenchOptions
 """What was typed after one of the commands."""
 
 
