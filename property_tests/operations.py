@@ -25,25 +25,40 @@ from anyengine import (
 )
 from anyengine._client.events import ClientEvents
 from anyengine._client.output_batches import OutputBatches
+from anyengine._client.stream_views import TextStream, TokenStream
 from anyengine._wire import EngineCoreRequest, WireSamplingParams
 from explorer import Case, Operation
 
 __all__ = ["CLASSES", "IN_PROCESSES", "OPERATIONS", "asynchronous_members", "covered", "missing"]
 
-CLASSES: Final = (EngineClient, EngineCoreClient, RequestStream, RequestGroup, OutputBatches, ClientEvents)
+CLASSES: Final = (
+    EngineClient,
+    EngineCoreClient,
+    RequestStream,
+    RequestGroup,
+    OutputBatches,
+    ClientEvents,
+    TextStream,
+    TokenStream,
+)
 """The clients, and everything that their synchronous methods hand out to be awaited or iterated."""
 
 SYNCHRONOUS: Final = frozenset(
     {
+        "EngineClient.chat",
         "EngineClient.check_admission",
+        "EngineClient.debug_snapshot",
+        "EngineClient.default_sampling_params",
         "EngineClient.events",
         "EngineClient.generate",
         "EngineClient.generate_many",
         "EngineClient.statistics",
         "EngineCoreClient.abort",
         "EngineCoreClient.add",
+        "EngineCoreClient.debug_snapshot",
         "EngineCoreClient.events",
         "EngineCoreClient.outputs",
+        "EngineCoreClient.put",
         "EngineCoreClient.statistics",
         "EngineCoreClient.usable_session",
         "EngineCoreClient.utility_arity",
@@ -51,6 +66,8 @@ SYNCHRONOUS: Final = frozenset(
         "RequestStream.abort",
         "RequestStream.close_nowait",
         "RequestStream.disown",
+        "RequestStream.text_stream",
+        "RequestStream.token_stream",
     }
 )
 """Methods without an await. What a new one returns, if it can be awaited, belongs into ``CLASSES``."""
@@ -165,6 +182,27 @@ async def leave_many_early(case: Case) -> None:
 async def several_completions(case: Case) -> None:
     async with case.client.generate([1], SamplingParams(max_tokens=3, n=3, temperature=1.0)) as stream:
         async for _ in stream:
+            pass
+
+
+async def final(case: Case) -> None:
+    await case.client.generate([1], SHORT).final()
+
+
+async def complete(case: Case) -> None:
+    await case.client.complete([1], SHORT)
+
+
+async def single_tokens(case: Case) -> None:
+    async with case.client.generate([1], SHORT) as stream:
+        async for _ in stream.token_stream():
+            pass
+
+
+async def pieces_of_text(case: Case) -> None:
+    """There are none without a tokenizer; the tokens are waited for all the same."""
+    async with case.client.generate([1], SHORT) as stream:
+        async for _ in stream.text_stream():
             pass
 
 
@@ -304,6 +342,7 @@ ENTRIES: Final[dict[str, list[Operation]]] = {
     "EngineClient.aclose": [Operation("close from inside", close_from_inside, shielded=True)],
     "EngineClient.add_lora": [Operation("add_lora", call("add_lora", ADAPTER))],
     "EngineClient.collective_rpc": [Operation("collective_rpc", call("collective_rpc", "x"))],
+    "EngineClient.complete": [Operation("complete", complete)],
     "EngineClient.encode": [Operation("encode", encode)],
     "EngineClient.pause_generation": [Operation("pause", call("pause_generation", mode="keep"), pauses=True)],
     "EngineClient.paused": [Operation("paused", paused, shielded=True)],
@@ -352,6 +391,9 @@ ENTRIES: Final[dict[str, list[Operation]]] = {
         Operation("generate with an adapter", generate_with_an_adapter),
     ],
     "RequestStream.aclose": [],  # with submit
+    "RequestStream.final": [Operation("final", final)],
+    "TextStream.__anext__": [Operation("pieces of text", pieces_of_text)],
+    "TokenStream.__anext__": [Operation("single tokens", single_tokens)],
     "RequestStream.start": [Operation("start a stream", start_a_stream, immediate=True)],
     "ClientEvents.__anext__": [Operation("follow a life", follow_a_life, shielded=True)],
     "OutputBatches.__anext__": [],  # with a session of the core
