@@ -194,15 +194,15 @@ async def complete(case: Case) -> None:
 
 
 async def single_tokens(case: Case) -> None:
-    async with case.client.generate([1], SHORT) as stream:
-        async for _ in stream.token_stream():
-            pass
+    async with case.client.generate([1], LONG).token_stream() as tokens:
+        await anext(tokens)
+        await tokens.aclose()
 
 
 async def pieces_of_text(case: Case) -> None:
     """There are none without a tokenizer; the tokens are waited for all the same."""
-    async with case.client.generate([1], SHORT) as stream:
-        async for _ in stream.text_stream():
+    async with case.client.generate([1], SHORT).text_stream() as pieces:
+        async for _ in pieces:
             pass
 
 
@@ -392,8 +392,10 @@ ENTRIES: Final[dict[str, list[Operation]]] = {
     ],
     "RequestStream.aclose": [],  # with submit
     "RequestStream.final": [Operation("final", final)],
-    "TextStream.__anext__": [Operation("pieces of text", pieces_of_text)],
-    "TokenStream.__anext__": [Operation("single tokens", single_tokens)],
+    "TextStream.__aenter__": [Operation("pieces of text", pieces_of_text)],
+    **{f"TextStream.{name}": [] for name in ("__aexit__", "__anext__", "aclose")},
+    "TokenStream.__aenter__": [Operation("single tokens", single_tokens)],
+    **{f"TokenStream.{name}": [] for name in ("__aexit__", "__anext__", "aclose")},
     "RequestStream.start": [Operation("start a stream", start_a_stream, immediate=True)],
     "ClientEvents.__anext__": [Operation("follow a life", follow_a_life, shielded=True)],
     "OutputBatches.__anext__": [],  # with a session of the core
@@ -425,7 +427,7 @@ def covered() -> dict[str, list[Operation]]:
     for name, member in asynchronous_members():
         if name in ENTRIES:
             found[name] = ENTRIES[name]
-        elif _needs_nothing(member):
+        elif name.startswith(("EngineClient.", "EngineCoreClient.")) and _needs_nothing(member):
             owner, _, method = name.partition(".")
             path = method if owner == "EngineClient" else f"core.{method}"
             found[name] = [Operation(name, call(path))]
