@@ -113,7 +113,7 @@ def tests(session: nox.Session) -> None:
 def property_(session: nox.Session) -> None:
     """The property tests, as hard as HYPOTHESIS_PROFILE says: ci (default here) or deep."""
     install(session)
-    session.run("pytest", "property_tests", *session.posargs, env=_profile())
+    session.run("pytest", *WORKERS, "property_tests", *session.posargs, env=_profile())
 
 
 @nox.session

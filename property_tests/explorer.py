@@ -33,7 +33,7 @@ what it waited for is there and is not to be lost; or once more at the step afte
 
 HOWS: Final[dict[str, tuple[How, ...]]] = {"asyncio": get_args(How), "trio": ("scope", "scope, woken")}
 MAX_STEPS: Final = 500
-MANY: Final = 20  # violations: nobody reads more
+MANY: Final = 4  # violations: nobody reads more
 
 
 class Trigger:

@@ -105,12 +105,12 @@ def send_before_owning(patch: Patch) -> None:
     """An await between the sending of a request and the moment when somebody is responsible for it."""
     start = RequestStream.start
 
-    async def late(self: RequestStream) -> RequestState:
-        state = await start(self)
-        self._state, self._over = None, True
+    async def late(self: RequestStream) -> Any:
+        sent = await start(self)
+        self._completions, self._over = None, True
         await anyio.lowlevel.checkpoint()
-        self._state, self._over = state, False
-        return state
+        self._completions, self._over = sent, False
+        return sent
 
     patch.setattr(RequestStream, "start", late)
 
@@ -188,9 +188,9 @@ def lose_what_has_arrived(patch: Patch) -> None:
     """A later output replaces what has been merged and not been taken."""
     push = RequestState.push
 
-    def replacing(self: RequestState, output: Any) -> None:
+    def replacing(self: RequestState, output: Any) -> bool:
         self.token_ids = None
-        push(self, output)
+        return push(self, output)
 
     patch.setattr(RequestState, "push", replacing)
 

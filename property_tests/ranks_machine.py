@@ -76,6 +76,7 @@ class RotaMachine(CountedMachine):
 class _Engine:
     def __init__(self) -> None:
         self.links: dict[Evidence, int | None] = {"input": None, "output": None}
+        self.ending = False  # it has said that it is dead, and exits in a moment
         self.broken = False  # it has lost something, or has said that it is dead: it answers nothing any more
         self.asked: list[int] = []  # the counts at which calls were made that it has not answered
 
@@ -113,7 +114,7 @@ class SuspicionMachine(CountedMachine):
     def connect_again(self, pick: int) -> None:
         """As ZeroMQ does after a moment: it was no death."""
         engine = self._any(pick)
-        if engine.broken and None in engine.links.values():
+        if engine.broken and None in engine.links.values() and not engine.ending:
             for link, connection in engine.links.items():
                 if connection is None:
                     self._connect(engine, link)
@@ -126,7 +127,7 @@ class SuspicionMachine(CountedMachine):
         """A dead sentinel, or several; it does not name its engine, and one may still come when it is given up."""
         everyone = [*self.engines.values(), *self.retired.values()]
         engine = everyone[pick % len(everyone)]
-        engine.broken = True
+        engine.broken = engine.ending = True
         for _ in range(repeated):
             self.suspicion.sentinel()
             self._convict()
@@ -194,11 +195,18 @@ class SuspicionMachine(CountedMachine):
         assert set(self.suspicion.suspects) <= self.engines.keys()
 
     def teardown(self) -> None:
-        """Everyone that is sound answers: then those that have lost a connection are known, strangers aside."""
+        """Everyone that is sound answers, and whoever has said that it is dead exits: then those that have lost a
+        connection are known, strangers aside."""
         if not hasattr(self, "engines"):
             return
         while self.strangers:
             self.a_stranger_leaves(0)
+        for engine in [*self.engines.values()]:
+            for link, connection in engine.links.items():
+                if engine.ending and connection is not None:
+                    engine.links[link] = None
+                    self.suspicion.disconnected(link, connection)
+        self._convict()
         for _ in range(2 * len(self.engines) + 2):
             while self.retired:
                 self.end(0)

@@ -43,6 +43,7 @@ def blocking_guard() -> Iterator[BlockBuster]:
         function.can_block_in("subprocess.py", {"_execute_child"})
         # A client has a few local files and pipes at its start and its end; it cleans up synchronously on purpose.
         function.can_block_in("_transport/endpoints.py", {"_make_private_directory", "__exit__", "__enter__"})
+        function.can_block_in("anyengine/_owned_directories.py", {"__init__", "remove", "remove_leftovers"})
         function.can_block_in("_process/child.py", {"__init__", "reap", "_pump_lines"})
         function.can_block_in("_process/launch.py", {"_launch_vllm"})
         function.can_block_in("engine/in_process.py", {"close"})  # joins a thread that has said its last word

@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     from ._client.client import EngineClient
     from ._client.closing import KilledProcess, ShutdownReport
     from ._client.core_client import EngineCoreClient
+    from ._client.debugging import DebugSnapshot
     from ._client.events import ClientEvents
     from ._client.health import ClientHealth, HealthLevel, RankHealth
     from ._client.many import RequestGroup
     from ._client.operations import PauseMode
     from ._client.prompts import EmbedsPrompt, Prompt
     from ._client.request_stream import RequestStream
+    from ._client.stream_views import TextStream, TokenStream
+    from ._client.text_prompts import ChatPrompt
     from ._process.status import Status
     from ._protocol import (
         ClientEvent,
@@ -88,8 +91,10 @@ if TYPE_CHECKING:
         Logprob,
         LogprobsOnePosition,
         PoolingOutput,
+        RequestMetrics,
         RequestOutput,
         TensorLike,
+        Usage,
     )
     from .params import (
         LateChunkingParams,
@@ -104,6 +109,7 @@ if TYPE_CHECKING:
     from .policies import RestartPolicy, RetryPolicy
 
 __all__ = [
+    "ChatPrompt",
     "ClientClosedError",
     "ClientEvent",
     "ClientEvents",
@@ -112,6 +118,7 @@ __all__ = [
     "ClientState",
     "CommandEngine",
     "CurrentState",
+    "DebugSnapshot",
     "DecodeError",
     "DrainTimeout",
     "EEPNotification",
@@ -165,6 +172,7 @@ __all__ = [
     "RequestError",
     "RequestFailed",
     "RequestGroup",
+    "RequestMetrics",
     "RequestOutput",
     "RequestRejected",
     "RequestStream",
@@ -180,7 +188,10 @@ __all__ = [
     "StructuredOutputsParams",
     "Tensor",
     "TensorLike",
+    "TextStream",
+    "TokenStream",
     "Tokenizer",
+    "Usage",
     "UtilityError",
     "UtilityRejected",
     "UtilityTimeout",
@@ -194,12 +205,15 @@ _HOMES = {
         "_client.client": ("EngineClient",),
         "_client.closing": ("KilledProcess", "ShutdownReport"),
         "_client.core_client": ("EngineCoreClient",),
+        "_client.debugging": ("DebugSnapshot",),
         "_client.events": ("ClientEvents",),
         "_client.health": ("ClientHealth", "HealthLevel", "RankHealth"),
         "_client.operations": ("PauseMode",),
         "_client.prompts": ("EmbedsPrompt", "Prompt"),
         "_client.many": ("RequestGroup",),
         "_client.request_stream": ("RequestStream",),
+        "_client.stream_views": ("TextStream", "TokenStream"),
+        "_client.text_prompts": ("ChatPrompt",),
         "_protocol": (
             "ClientEvent",
             "ClientState",
@@ -239,8 +253,10 @@ _HOMES = {
             "Logprob",
             "LogprobsOnePosition",
             "PoolingOutput",
+            "RequestMetrics",
             "RequestOutput",
             "TensorLike",
+            "Usage",
         ),
         "params": (
             "LateChunkingParams",

@@ -133,7 +133,8 @@ class EngineStartupError(_ProcessError):
 
 
 class StartupTimeout(EngineStartupError, TimeoutError):
-    """Start-up exceeded its deadline. ``stage_seconds`` maps each stage reached to the seconds spent in it."""
+    """Start-up exceeded its deadline. ``stage_seconds`` maps each stage reached to the seconds spent in it, of the rank
+    that the error names; ``stage_seconds_by_rank`` of all."""
 
     code = "startup_timeout"
     status = 504
@@ -141,6 +142,7 @@ class StartupTimeout(EngineStartupError, TimeoutError):
     def __init__(self, message: str, *, stage_seconds: dict[str, float] | None = None, **startup: Any) -> None:
         super().__init__(message, **startup)
         self.stage_seconds: dict[str, float] = stage_seconds or {}
+        self.stage_seconds_by_rank: dict[int, dict[str, float]] = {}
 
 
 class EngineDeadError(_ProcessError):

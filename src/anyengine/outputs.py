@@ -17,9 +17,11 @@ __all__ = [
     "Logprob",
     "LogprobsOnePosition",
     "PoolingOutput",
+    "RequestMetrics",
     "RequestOutput",
     "TensorLike",
     "TokenDecoder",
+    "Usage",
 ]
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error", "repetition"] | str
@@ -182,45 +184,104 @@ def _restore(
     return FlatLogprobs(ends, token_ids, logprobs, ranks, texts=texts)
 
 
+class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """When things happened to one completion; durations on the monotonic clock of this host.
+
+    Attributes:
+        rank: which engine ran it.
+        queued_s: from its arrival in the engine to its first step; ``None`` if the engine does not say.
+        first_token_s: from its sending to the arrival of its first token; ``None`` without one.
+        mean_token_gap_s: between two tokens, on average; ``None`` for fewer than two.
+        total_s: from its sending to its end.
+        num_preemptions: how often the engine took its memory away, to compute it again later.
+    """
+
+    rank: int = 0
+    queued_s: float | None = None
+    first_token_s: float | None = None
+    mean_token_gap_s: float | None = None
+    total_s: float = 0.0
+    num_preemptions: int = 0
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a request used, in tokens; ``completion_tokens`` of all its completions together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completions."""
+        return self.prompt_tokens + self.completion_tokens
+
+
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One item of a request stream.
 
     With ``output_kind=DELTA`` (the default) ``text``, ``token_ids`` and ``logprobs`` hold what is new since the item
-    before; with ``CUMULATIVE`` and ``FINAL_ONLY`` everything so far. Exactly one item of a stream, its last, has a
-    ``finish_reason``.
+    before; with ``CUMULATIVE`` and ``FINAL_ONLY`` everything so far. A request with ``n > 1`` has ``n`` completions:
+    an item belongs to the one that ``index`` names, and each of them has exactly one item with a ``finish_reason``,
+    its last. With ``FINAL_ONLY`` there is one item for all: that of completion 0, with the others beside it.
 
     Attributes:
         request_id: the caller's label, or the one the client made.
         text: detokenized output; never half a character. Empty when detokenizing is off.
-        token_ids: output token ids. They run ahead of ``text`` where a character is not complete yet.
+        token_ids: output token ids. They run ahead of ``text`` where a character is not complete yet, and where text
+            may be the beginning of a stop string.
+        index: which of the ``n`` completions this is.
         stop_reason: the stop id or stop string that ended it; ``None`` at the end-of-sequence token.
         num_prompt_tokens, num_output_tokens: totals so far, in tokens.
         num_cached_tokens: prompt tokens whose keys and values came from a cache.
+        num_held_tokens: how many of the last tokens have text that is held back, for requests with stop strings.
+        num_running: how many other completions of the request go on after this item.
+        others: the other completions, in the item of a stream with ``FINAL_ONLY`` and in what ``final()`` returns.
         logprobs: one position for each of ``token_ids``, if they were asked for.
         cumulative_logprob: the sum over all tokens so far.
         prompt_logprobs: one position for each token of the prompt, the first of them ``None``. A delta stream has them
             once, in the item with the first token.
         prompt_token_id_logprobs: what ``prompt_logprob_token_ids`` asked for: [num_scored_positions, k]; delivered like
             ``prompt_logprobs``.
+        metrics: with the ``finish_reason``.
     """
 
     request_id: str
     text: str
     token_ids: list[int]
+    index: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    num_held_tokens: int = 0
+    num_running: int = 0
+    others: tuple[RequestOutput, ...] = ()
     logprobs: FlatLogprobs | None = None
     cumulative_logprob: float | None = None
     prompt_logprobs: FlatLogprobs | None = None
     prompt_token_id_logprobs: TensorLike | None = None
+    metrics: RequestMetrics | None = None
 
     @property
     def finished(self) -> bool:
         """Whether this is the stream's last item."""
-        return self.finish_reason is not None
+        return self.finish_reason is not None and not self.num_running
+
+    @property
+    def outputs(self) -> tuple[RequestOutput, ...]:
+        """All completions in this item, by index."""
+        return (self, *self.others)
+
+    @property
+    def usage(self) -> Usage:
+        """What the completions in this item have used so far."""
+        return Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=sum(output.num_output_tokens for output in self.outputs),
+            cached_tokens=self.num_cached_tokens,
+        )
 
 
 class PoolingOutput(msgspec.Struct, frozen=True, kw_only=True):

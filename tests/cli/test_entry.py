@@ -21,6 +21,13 @@ def run_cli(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[
         (["run", "--max-tokens", "0", "x"], b"", 2, b"error: max_tokens", b": use an int"),
         (["run", "--max-model-len", "1", "x"], b"", 2, b"error: max_model_len", b""),
         (["run", "  "], b"", 1, b"error: the prompt is empty", b"  try: "),
+        (
+            ["engine", "/nope", "-q", "--handshake", "ipc:///nobody/listens"],
+            b"",
+            1,
+            b"error: ",
+            b"/nope does not exist",
+        ),
         (["run", "-"], b"\n", 1, b"error: the prompt is empty", b"  try: "),
         (["run", "-"], b"\xff", 1, b"error: standard input is not UTF-8", b"  try: "),
     ],

@@ -69,7 +69,7 @@ async def test_a_blocked_consumer_gets_its_last_item_though_the_engine_hangs() -
             async with anyio.create_task_group() as tasks:
                 stream = await client.submit([1], LONG)
                 tasks.start_soon(consume, stream)
-                while not stream._token_ids:
+                while not (stream._completions and stream._completions._all[0]._token_ids):
                     await anyio.lowlevel.checkpoint()
                 with pytest.raises(DrainTimeout) as caught:
                     await client.abort(stream, timeout_s=0.05)
@@ -92,7 +92,7 @@ async def test_confirmed_by_every_rank_or_the_silent_ones_are_named() -> None:
             with pytest.raises(DrainTimeout, match="engine 1 after") as caught:
                 await client.abort_all(timeout_s=0.1)
             assert caught.value.ranks == (1,)
-            assert all(stream._state is not None and stream._state.ended for stream in streams)
+            assert all(stream._completions is not None and stream._completions.ended for stream in streams)
             with pytest.raises(DrainTimeout) as caught:
                 await client.drain(timeout_s=0.1)  # it waits for the first, and names the second
             assert caught.value.ranks == (1,)

@@ -41,7 +41,7 @@ async def test_a_third_is_cancelled_and_the_rest_is_unchanged(tiny_model: Path) 
                     crowd[i] += out.token_ids
                     if i in victims and rng.random() < 0.8 and not out.finished:
                         scope.cancel()
-            aborted += stream._state is not None and not stream._state.ended
+            aborted += stream._completions is not None and bool(stream._completions.running())
 
     with anyio.fail_after(120):
         engine = EmbeddedEngine(model=str(tiny_model), max_num_seqs=32, num_threads=1)

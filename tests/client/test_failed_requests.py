@@ -9,6 +9,7 @@ import pytest
 from engines import misbehaving
 
 from anyengine import EngineClient, RequestFailed, SamplingParams
+from anyengine.testing.scripted import RequestRule, Script, ScriptedTwin
 
 pytestmark = pytest.mark.anyio
 
@@ -42,3 +43,16 @@ async def test_an_engine_that_gives_no_reason(version: str) -> None:
     assert received == [5] and error.partial.token_ids == [5]
     assert (error.code, error.status, error.retryable) == ("request_failed", 500, False)
     assert "it gave no reason" in str(error)
+
+
+async def test_tokens_and_an_error_that_arrive_together_are_both_delivered() -> None:
+    """The consumer is woken once for both: it must not wait for what is there already."""
+    rule = RequestRule(tokens=(5, 6), finish="error", error={"code": "broken", "message": "it is"})
+    with anyio.fail_after(20):
+        async with EngineClient(engine=ScriptedTwin(Script(requests=(rule,), tokens_per_frame=2)).engine) as client:
+            received: list[int] = []
+            with pytest.raises(RequestFailed) as caught:
+                async for output in client.generate([1], SamplingParams(max_tokens=9)):
+                    received += output.token_ids
+            assert received == [5, 6] and caught.value.code == "broken"
+            assert caught.value.partial.token_ids == [5, 6]

@@ -55,6 +55,7 @@ async def test_a_stopped_engine_is_unresponsive_and_goes_on_afterwards() -> None
 
 
 @pytest.mark.feature("L07")
+@pytest.mark.case("K02")
 async def test_a_stuck_engine_is_given_up_at_the_limit() -> None:
     with anyio.fail_after(60):
         async with EngineClient(engine=toy(step_delay_s=0.002), liveness_timeout_s=0.8, shutdown_grace_s=0.2) as client:
@@ -64,11 +65,14 @@ async def test_a_stuck_engine_is_given_up_at_the_limit() -> None:
                 async for _ in stream:
                     pass
             assert caught.value.rank == 0
+            assert caught.value.silent_s is not None and caught.value.silent_s >= 0.4
+            assert "its last sign of life was" in str(caught.value)
             assert isinstance(await client.wait_dead(), EngineUnresponsiveError)
             with pytest.raises(EngineUnresponsiveError):
                 await client.is_paused()
 
 
+@pytest.mark.case("K02")
 async def test_an_idle_engine_and_a_busy_one_outlive_the_limit() -> None:
     """Each step is shorter than the limit; the whole is many times longer."""
     with anyio.fail_after(60):

@@ -48,7 +48,7 @@ def builder(
 
 def build(made: RequestBuilder, prompt: Any = (1, 2, 3), params: Any = None, **fields: Any) -> EngineCoreRequest:
     prepared = prompt if isinstance(prompt, tuple) else take_embeddings(prompt)
-    request = made.build(prepared, params or SamplingParams(), "label", fields)[0]
+    request = made.build(prepared, params or SamplingParams(), "label", fields)
     with in_users_words("label"):
         Connection({0: NEWEST}, call_id_prefix=1, limits={0: made.limits}).check(request, 0)
     return request
@@ -57,8 +57,8 @@ def build(made: RequestBuilder, prompt: Any = (1, 2, 3), params: Any = None, **f
 # --------------------------------------------------------------------- sampling
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # the engine's arguments, parameters, which is refused
-    ({}, {"stop": ["x"]}, "stop"),
-    ({}, {"n": 2}, "n"),
+    ({}, {"stop": ["x"]}, "stop"),  # there is no text without a tokenizer
+    ({}, {"n": 2, "seed": 2**63 - 1}, "seed"),
     ({}, {"stop_token_ids": [400]}, "stop_token_ids"),
     ({}, {"allowed_token_ids": [400]}, "allowed_token_ids"),
     ({}, {"logit_bias": {400: 1.0}}, "logit_bias"),

@@ -13,9 +13,9 @@ from engines import misbehaving, toy
 from anyengine import (
     ClientState,
     EmbeddedEngine,
-    EngineAsleepError,
     EngineClient,
     EngineCoreClient,
+    EngineCoreRequest,
     EngineDeadError,
     EngineStartupError,
     RankChanged,
@@ -24,6 +24,7 @@ from anyengine import (
     RestartPolicy,
     SamplingParams,
 )
+from anyengine._wire import WireSamplingParams
 from anyengine.testing.toy_runner import expected_tokens
 
 pytestmark = pytest.mark.anyio
@@ -139,7 +140,7 @@ async def test_starts_that_fail_count_and_are_told(tmp_path: Path) -> None:
 
                 async def wait_for_it() -> None:
                     with pytest.raises(EngineDeadError, match="started again 3 times"):
-                        await client.submit([1])
+                        await tokens(client, [1])
 
                 tasks.start_soon(wait_for_it)
                 death = await client.wait_dead()
@@ -170,8 +171,8 @@ async def test_a_client_that_is_left_in_the_middle_of_a_restart_leaves_nothing(m
         assert client.state is ClientState.CLOSED
 
 
-async def test_a_pause_outlives_the_engine_that_was_paused() -> None:
-    """The new one knows of no pause, and says so; this client lets nothing through before it is told to."""
+async def test_a_pause_is_gone_with_the_engine_that_was_paused() -> None:
+    """The new one knows of none, and says so: what was in flight goes on, and new requests are taken."""
     policy = RestartPolicy(backoff_s=0.01, in_flight="replay")
     with anyio.fail_after(30):
         async with EngineClient(engine=toy(step_delay_s=0.005), restart=policy) as client:
@@ -182,15 +183,11 @@ async def test_a_pause_outlives_the_engine_that_was_paused() -> None:
                 os.kill(pid_of(client.core), signal.SIGKILL)
                 await until(client, RankState.RESTARTING)
                 await until(client, RankState.READY)
-                assert client.state is ClientState.READY
-                with pytest.raises(EngineAsleepError):
-                    await tokens(client, [9])
-                assert client.core.session.connection.requests.live == {}
-                await client.resume_generation()
+                assert client.state is ClientState.READY and await client.is_paused() is False
+                assert await tokens(client, [9]) == expected_tokens([9], 5)
                 async for output in stream:
                     received += output.token_ids
             assert received == expected_tokens([7], 200)
-            assert await tokens(client, [9]) == expected_tokens([9], 5)
 
 
 async def test_a_hung_engine_is_started_again() -> None:
@@ -207,3 +204,27 @@ def test_what_somebody_else_starts_cannot_be_started_again() -> None:
         EngineClient(engine=RemoteEngine(handshake="tcp://127.0.0.1:*"), restart=SOON)
     with pytest.raises(ValueError, match="must be a RestartPolicy"):
         EngineClient(engine=toy(), restart=True)  # type: ignore[arg-type]
+
+
+async def test_who_hears_late_of_a_death_takes_nothing_from_the_successor() -> None:
+    """A low-level client reads its batches when it likes: the death of the former engine is told behind the latter's
+    first request."""
+    with anyio.fail_after(30):
+        async with EngineCoreClient(toy(), restart=SOON) as core:
+            params = WireSamplingParams(max_tokens=3)
+            core.add(EngineCoreRequest("lost", [1], sampling_params=WireSamplingParams(max_tokens=1900)))
+            os.kill(pid_of(core), signal.SIGKILL)
+            await until(core, RankState.RESTARTING)
+            await until(core, RankState.READY)
+            core.add(EngineCoreRequest("kept", [9], sampling_params=params))
+            received: dict[str, list[int]] = {"lost": [], "kept": []}
+            errors: dict[str, str] = {}
+            async for batch in core.outputs():
+                for output in batch.outputs:
+                    received[output.request_id] += output.new_token_ids
+                    if output.error is not None:
+                        errors[output.request_id] = output.error.code
+                if len(received["kept"]) == 3:
+                    break
+            assert received["kept"] == expected_tokens([9], 3) and errors == {"lost": "engine_dead"}
+            assert core.statistics()["requests_in_flight"] == 0

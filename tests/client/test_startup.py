@@ -19,6 +19,7 @@ from anyengine import (
     SamplingParams,
     StartupTimeout,
     Status,
+    VLLMEngine,
 )
 
 pytestmark = pytest.mark.anyio
@@ -77,10 +78,20 @@ async def test_a_cancelled_start_leaves_nothing(engine: EmbeddedEngine | Command
         assert scope.cancelled_caught
 
 
-async def test_a_program_that_is_not_there() -> None:
-    with anyio.fail_after(30), pytest.raises(FileNotFoundError):
-        async with EngineCoreClient(CommandEngine(argv=("/nonexistent/engine",))):
+@pytest.mark.parametrize(
+    ("engine", "remedy"),
+    [
+        (CommandEngine(argv=("/nonexistent/engine",)), "argv must begin with a program"),
+        (VLLMEngine("m", python="/nonexistent/python"), "python must name the interpreter"),
+    ],
+)
+async def test_a_program_that_is_not_there(engine: CommandEngine | VLLMEngine, remedy: str) -> None:
+    with anyio.fail_after(30), pytest.raises(EngineStartupError, match=remedy) as caught:
+        async with EngineCoreClient(engine):
             pytest.fail("it must not become ready")
+    assert (caught.value.rank, caught.value.stage) == (0, "spawned")
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+    assert "/nonexistent/" in str(caught.value)
 
 
 async def test_progress_is_observable_and_a_failing_callback_fails_alone(caplog: pytest.LogCaptureFixture) -> None:

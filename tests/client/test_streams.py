@@ -161,7 +161,9 @@ async def test_cancellation_at_every_scheduling_step(anyio_backend_name: str) ->
                 assert client.statistics()["requests_in_flight"] == 1  # the neighbour
                 # Exactly one abort, or none because it was never sent or had finished (perhaps with its last output
                 # still untaken).
-                finished = stream._state is not None and stream._state.finish_reason == "length"
+                finished = (
+                    stream._completions is not None and stream._completions._all[0].state.finish_reason == "length"
+                )
                 assert aborted == (0 if finished else added), (turns, added, aborted)
                 assert finished or not completed
                 assert after["num_running_requests"] + after["num_waiting_requests"] == 1
@@ -288,7 +290,8 @@ async def test_trouble_with_one_requests_text_is_its_own(monkeypatch: pytest.Mon
     with anyio.fail_after(30):
         async with EngineClient(engine=toy(step_delay_s=0.005)) as client:
             stream = await client.submit([1], LONG)
-            stream._detokenizer = Failing()
+            assert stream._completions is not None
+            stream._completions._all[0]._detokenizer = Failing()
             neighbour = await client.submit([2], SamplingParams(max_tokens=20))
             with pytest.raises(OutputProcessingError) as caught:
                 async for _ in stream:

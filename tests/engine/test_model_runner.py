@@ -97,6 +97,35 @@ def test_the_family_of_llama_takes_the_lean_pass(tiny_model: Path, tiny_runner: 
     assert fused is (tiny_model.name in {"llama", "mistral", "qwen2", "qwen3"})
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
+def test_bfloat16_is_as_close_as_transformers_own(architecture: str, tmp_path: Path) -> None:
+    """Prompts, chunks and single tokens: what we make of them in bfloat16 is no further from float32 than theirs."""
+    model_dir = make_tiny_model(architecture, tmp_path / architecture, initializer_range=0.1)
+    prompt = PROMPTS[0] + TEN_TOKENS * 3
+    runner = open_runner(model_dir, dtype="bfloat16")
+    assert isinstance(runner._forward, FusedForward) is (architecture != "gemma2")  # type: ignore[attr-defined]
+    seq = make_sequence("a", prompt, prompt_logprobs=0)
+    runner.start(seq)
+    scores = None
+    for num_tokens in (20, len(prompt) - 23, 1, 1, 1):
+        give_blocks(runner, seq, len(prompt))
+        (token,) = runner.step([ScheduledSequence(seq, num_tokens)])
+        seq.num_computed_tokens += num_tokens
+        scores = token.prompt_logprobs if token is not None else None
+    assert scores is not None
+    ours = torch.frombuffer(bytearray(scores.logprobs.data), dtype=torch.float32)
+    exact, theirs = (_prompt_logprobs(model_dir, prompt, dtype) for dtype in ("float32", "bfloat16"))
+    assert (ours - exact).square().mean() <= 2 * (theirs - exact).square().mean()
+
+
+def _prompt_logprobs(model_dir: Path, prompt: list[int], dtype: str) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        logprobs = model(input_ids=ids).logits[0, :-1].float().log_softmax(dim=-1)
+    return logprobs.gather(-1, ids[0, 1:, None])[:, 0]
+
+
 def test_a_lean_pass_that_differs_is_not_used(
     qwen2: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -67,7 +67,7 @@ async def check_directories(base: Path) -> None:
         Transcript(),
     )
     try:
-        assert child._scratch_dir is not None and child._scratch_dir.parent == base
+        assert child._scratch_dir is not None and child._scratch_dir.path.parent == base
         await said.watch(child)
     finally:
         child.reap()

@@ -8,6 +8,8 @@ import anyio
 import pytest
 from child_scripts import FORK, PATIENCE_S, Start, Transcript, wait_gone, watching
 
+from anyengine._owned_directories import OwnedDirectory
+
 pytestmark = [pytest.mark.anyio, pytest.mark.blocking_ok]  # looks at files from inside the loop
 
 TIDY = """
@@ -84,10 +86,10 @@ async def test_a_stubborn_orphan_is_killed_and_its_shared_memory_goes(start: Sta
 
 async def test_a_scratch_directory_goes_last(start: Start, tmp_path: Path) -> None:
     said = Transcript()
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
+    owned = OwnedDirectory(tmp_path)
+    scratch = owned.path
     (scratch / "file").touch()
-    child, _ = await run_to_its_end(start, said, TIDY + "fork(tidy)", orphans_grace_s=PATIENCE_S, scratch_dir=scratch)
+    child, _ = await run_to_its_end(start, said, TIDY + "fork(tidy)", orphans_grace_s=PATIENCE_S, scratch_dir=owned)
     assert scratch.exists()
     child.reap()
     assert not scratch.exists()

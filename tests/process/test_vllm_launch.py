@@ -113,7 +113,7 @@ async def test_an_interpreter_without_vllm_says_so() -> None:
 @pytest.mark.anyio
 async def test_no_such_interpreter() -> None:
     """And no directory is left for it (the leak check sees)."""
-    with pytest.raises(FileNotFoundError, match="no-such-python"):
+    with pytest.raises(EngineStartupError, match="no-such-python"):
         async with EngineClient(engine=VLLMEngine("m", python="/no-such-python")):
             pytest.fail("it must not start")
 

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from anyengine._text import ModelFacts, Tokenizer
+from anyengine._text.detokenizer import _BYTE_OF_CHARACTER
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,6 +21,7 @@ CORPUS = [
     "emoji: 🦙🚀👩‍👩‍👧 and 1 + 2 = 3; don't, isn't it?",
 ] * 4
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+CHARACTER_OF_BYTE = {byte: character for character, byte in _BYTE_OF_CHARACTER.items()}
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
@@ -127,6 +129,13 @@ BUILDERS = {
 @cache
 def built(name: str) -> Tokenizer:
     return Tokenizer(BUILDERS[name](), ModelFacts(directory="built"))
+
+
+def ids_of_bytes(tokenizer: Tokenizer, data: bytes) -> list[int]:
+    """One token a byte, in whichever way the tokenizer spells bytes."""
+    if "ByteFallback" in tokenizer._decoder_types:
+        return [tokenizer._backend.token_to_id(f"<0x{byte:02X}>") for byte in data]
+    return [tokenizer._backend.token_to_id(CHARACTER_OF_BYTE[byte]) for byte in data]
 
 
 def write_model(directory: Path, backend: Backend | None = None, **files: Any) -> Path:

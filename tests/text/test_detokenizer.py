@@ -5,15 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from built_tokenizers import BUILDERS, built
+from built_tokenizers import BUILDERS, built, ids_of_bytes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from anyengine._text import Tokenizer
-from anyengine._text.detokenizer import _BYTE_OF_CHARACTER, ByteLevelDetokenizer, WindowDetokenizer
+from anyengine._text.detokenizer import ByteLevelDetokenizer, WindowDetokenizer
 
 ALL = sorted(BUILDERS)
-CHARACTER_OF_BYTE = {byte: character for character, byte in _BYTE_OF_CHARACTER.items()}
 INVALID = [-1, -(2**40), 2**31, 2**32, 2**70, 10**6]
 
 
@@ -42,13 +41,6 @@ def token_ids(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
     anything = st.integers(0, tokenizer.vocab_size - 1)
     low = st.integers(0, min(tokenizer.vocab_size, 270) - 1)  # special tokens and the byte alphabet are trained first
     return st.lists(st.one_of(low, anything, st.sampled_from(INVALID)), max_size=40)
-
-
-def ids_of_bytes(tokenizer: Tokenizer, data: bytes) -> list[int]:
-    """One token a byte, in whichever way the tokenizer spells bytes."""
-    if "ByteFallback" in tokenizer._decoder_types:
-        return [tokenizer._backend.token_to_id(f"<0x{byte:02X}>") for byte in data]
-    return [tokenizer._backend.token_to_id(CHARACTER_OF_BYTE[byte]) for byte in data]
 
 
 @pytest.mark.feature("O11")

@@ -7,10 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from built_tokenizers import built
+from built_tokenizers import built, ids_of_bytes
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
-from test_detokenizer import ids_of_bytes
 
 from anyengine._text import Tokenizer
 from anyengine._text.stop_strings import StopText

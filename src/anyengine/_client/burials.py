@@ -31,10 +31,13 @@ _LOST_LINK_S = 0.4  # the same for one that has lost a connection: a killed one 
 
 @dataclass(frozen=True, slots=True)
 class RankDeath:
-    """One rank of several has died, and the session goes on without it."""
+    """A rank has died, and the session goes on: without it, or until it is started again. It takes with it what it had
+    then: whoever hears of it late must not take from it what its successor has."""
 
     rank: int
     error: EngineDeadError
+    request_ids: frozenset[str]
+    call_ids: frozenset[int]
 
 
 class Burials:
@@ -144,9 +147,11 @@ class Burials:
             self.give_up(rank, death := session.restarts.final(rank, death))
         if session.cause is not None:
             return False
+        connection = session.connection
+        told = RankDeath(rank, death, connection.requests.of_rank(rank), connection.utilities.of_rank(rank))
         if not session.in_order:
-            session.connection.utilities.fail_all(death, rank)
-        session.feed.send_nowait(RankDeath(rank, death))
+            connection.utilities.fail_all(death, rank, only=told.call_ids)
+        session.feed.send_nowait(told)
         return True
 
     def give_up(self, rank: int, death: EngineDeadError) -> None:

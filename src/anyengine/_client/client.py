@@ -25,6 +25,7 @@ from .admission import AdmissionSettings
 from .closing import ShutdownReport
 from .core_client import EngineCoreClient
 from .deadlines import time_limits
+from .debugging import DebugSnapshot
 from .engine_limits import common_limits
 from .events import ClientEvents
 from .health import ClientHealth, HealthLevel, examine
@@ -38,11 +39,12 @@ from .request_control import RequestControl
 from .request_desk import RequestDesk
 from .request_fields import RequestFields, check_field_names
 from .request_stream import RequestStream
+from .shortcuts import RequestShortcuts
 
 __all__ = ["EngineClient"]
 
 
-class EngineClient(RequestControl, EngineOperations):
+class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
     """A client of one engine core, or of several, in one task group.
 
     Use it as ``async with EngineClient(...) as client:``, under trio or asyncio. Construction touches no event loop.
@@ -84,6 +86,7 @@ class EngineClient(RequestControl, EngineOperations):
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
         restart: RestartPolicy | None = None,
         retries: RetryPolicy | None = None,
+        strict: bool = False,
     ) -> None:
         named: object = model
         if named is not None and not isinstance(named, str):
@@ -99,6 +102,7 @@ class EngineClient(RequestControl, EngineOperations):
             startup_timeout_s=startup_timeout_s,
             shutdown_grace_s=shutdown_grace_s,
             drain_timeout_s=drain_timeout_s,
+            strict=strict,
             liveness_timeout_s=liveness_timeout_s,
             max_unread_bytes=max_unread_bytes,
             on_death=on_death,
@@ -351,6 +355,10 @@ class EngineClient(RequestControl, EngineOperations):
         Cancellation: safe; nothing is left in the engines.
         """
         return await examine(self._core, level, timeout_s)
+
+    def debug_snapshot(self) -> DebugSnapshot:
+        """What the client holds at this moment; see :meth:`EngineCoreClient.debug_snapshot`."""
+        return self._core.debug_snapshot()
 
     def statistics(self) -> dict[str, int]:
         """Counters of this session; see :meth:`EngineCoreClient.statistics`. Besides: requests that wait to be sent,

@@ -122,26 +122,30 @@ class Closing:
                     await session.wait_idle()
         finally:
             self._drain_s += anyio.current_time() - started_s
-            if left := len(session.connection.requests):
+            if left := self._num_in_flight():
                 _logger.info("%d requests have not finished, and are aborted", left)
 
     def _is_busy(self) -> bool:
         session = self._session
-        return session.cause is None and session.is_connected and len(session.connection.requests) > 0
+        return session.cause is None and self._num_in_flight() > 0
+
+    def _num_in_flight(self) -> int:
+        session = self._session
+        return len(session.connection.requests) + session.sent_again if session.is_connected else 0
 
     def note_closed(self) -> None:
         """The session is about to be closed: what is still in flight now is aborted. Synchronous, idempotent."""
         session = self._session
         if session.cause is None:
             self._admit_no_more()
-            self._aborted = len(session.connection.requests) if session.is_connected else 0
+            self._aborted = self._num_in_flight()
         self.is_draining = False
 
     def _admit_no_more(self) -> None:
         session = self._session
         if self._in_flight is None:
             self._was_ready = session.life.is_running
-            self._in_flight = len(session.connection.requests) if session.is_connected else 0
+            self._in_flight = self._num_in_flight()
             self.is_draining = self._was_ready
             session.send_budget.wake()  # whoever waits to send is refused
         session.life.closing()

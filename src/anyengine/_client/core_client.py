@@ -20,7 +20,7 @@ from anyengine._wire import (
     EngineCoreRequest,
     engine_identity,
 )
-from anyengine.config import EngineSettings, engine_ranks
+from anyengine.config import EngineSettings, InheritedEngine, engine_ranks
 from anyengine.exceptions import (
     ClientClosedError,
     EngineDeadError,
@@ -69,6 +69,8 @@ class EngineCoreClient(EngineInfo):
         on_notification: called, in a task of the session, with each EEP notification and fault status.
         restart: start an engine again that dies once it was ready. ``None``: its death is final. Requests of a
             low-level client always fail with their engine (``in_flight`` is for :class:`EngineClient`).
+        strict: raise :class:`ClientFailedError` at the end of a block that left a request, a call or a task behind: a
+            bug of ours, for tests to find.
     """
 
     def __init__(
@@ -84,12 +86,14 @@ class EngineCoreClient(EngineInfo):
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
         restart: RestartPolicy | None = None,
+        strict: bool = False,
     ) -> None:
         self._settings = SessionSettings.of(
             engine,
             startup_timeout_s=startup_timeout_s,
             shutdown_grace_s=shutdown_grace_s,
             drain_timeout_s=drain_timeout_s,
+            strict=strict,
             liveness_timeout_s=liveness_timeout_s,
             max_unread_bytes=max_unread_bytes,
             on_death=on_death,
@@ -102,6 +106,7 @@ class EngineCoreClient(EngineInfo):
         """Where the client and its ranks are in their lives; told by the session."""
         self._thread_id: int | None = None  # of the block, or the last one
         self._batch = BatchConsumer()
+        self._was_entered = False
         self._session: Session | None = None
         self._shutdown_report: ShutdownReport | None = None
         self._context: AbstractAsyncContextManager[Session] | None = None
@@ -116,6 +121,9 @@ class EngineCoreClient(EngineInfo):
         """
         if self._context is not None:
             raise RuntimeError("this client is in use already; make another one for another block")
+        if self._was_entered and isinstance(self._settings.engines[0], InheritedEngine):
+            raise RuntimeError("an InheritedEngine is good for one block, which closes its sockets")
+        self._was_entered = True
         self._shutdown_report = None
         self._context = context = open_session(self._settings, self.life, self._note_report)
         self._thread_id = threading.get_ident()
@@ -174,8 +182,14 @@ class EngineCoreClient(EngineInfo):
             EngineDeadError: the engine died, or the client is closed.
             LocalProtocolError: the request id is alive already, or was aborted (use each id once).
         """
+        self.usable_session().check_admitting()
+        return self.put(request, consumer, rank=rank)
+
+    def put(
+        self, request: EngineCoreRequest, consumer: OutputConsumer | None = None, *, rank: int | None = None
+    ) -> int:
+        """:meth:`add`, for a request that was in flight before: it is taken while others are only being finished."""
         session = self.usable_session()
-        session.check_admitting()
         connection = session.connection
         wanted, named = (request.data_parallel_rank, "data_parallel_rank") if rank is None else (rank, "rank")
         while True:

@@ -92,10 +92,11 @@ class _Timed:
     __slots__ = ()
     last_token_s: float | None
 
-    def push(self, output: EngineCoreOutput) -> None:
+    def push(self, output: EngineCoreOutput) -> bool:
         if output.new_token_ids:
             self.last_token_s = anyio.current_time()  # type: ignore[misc]  # the slot is the subclass's
-        super().push(output)  # type: ignore[misc]
+        stopped: bool = super().push(output)  # type: ignore[misc]
+        return stopped
 
 
 class TimedRequestState(_Timed, RequestState):

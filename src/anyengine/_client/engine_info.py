@@ -12,6 +12,7 @@ from anyengine._wire import EngineCoreReadyResponse
 from anyengine.config import EmbeddedEngine, EngineSettings, RunningEngine
 
 from .calls import EngineCalls
+from .debugging import DebugSnapshot, take_snapshot
 from .settings import SessionSettings
 
 if TYPE_CHECKING:
@@ -82,6 +83,10 @@ class EngineInfo(EngineCalls):
     def ranks(self) -> tuple[int, ...]:
         """The ranks that take requests."""
         return self.session.connection.rota.serving
+
+    def debug_snapshot(self) -> DebugSnapshot:
+        """What the client holds at this moment: its tasks, requests and calls by name, bytes and items that wait."""
+        return take_snapshot(self.session)
 
     def statistics(self) -> dict[str, int]:
         """Counters of this session: requests and calls in flight, outputs and replies that came too late, and so on."""

@@ -37,6 +37,7 @@ async def learn_limits(session: Session, ranks: Iterable[int]) -> None:
     Cancellation: safe; a disk that hangs keeps only its worker thread.
     """
     facts: dict[str, ModelFacts | None] = {}
+    unasked: list[int] = []
     for rank in ranks:
         ready = session.registrations[rank]
         engine = session.settings.engine_of(rank)
@@ -46,7 +47,10 @@ async def learn_limits(session: Session, ranks: Iterable[int]) -> None:
             facts[model_dir] = await anyio.to_thread.run_sync(_facts_of, model_dir, abandon_on_cancel=True)
         session.connection.limits[rank] = limits_of(ready, engine, facts[model_dir] if model_dir is not None else None)
         if _is_vllm(engine) and not session.is_lost(rank):  # fragile, so asked at once; others may not answer
-            await _learn_tasks(session, rank, _ANSWER_LIMIT_S)
+            unasked.append(rank)
+    async with anyio.create_task_group() as asking:
+        for rank in unasked:
+            asking.start_soon(_learn_tasks, session, rank, _ANSWER_LIMIT_S)
 
 
 async def learn_tasks(session: Session) -> None:
@@ -54,9 +58,10 @@ async def learn_tasks(session: Session) -> None:
 
     Cancellation: what was learnt is kept.
     """
-    for rank in session.connection.rota.serving:
-        if session.connection.limits[rank].tasks is None:
-            await _learn_tasks(session, rank, math.inf)
+    async with anyio.create_task_group() as asking:
+        for rank in session.connection.rota.serving:
+            if session.connection.limits[rank].tasks is None:
+                asking.start_soon(_learn_tasks, session, rank, math.inf)
 
 
 def common_limits(session: Session) -> EngineLimits:

@@ -18,9 +18,10 @@ from anyengine._transport.abc import ClientEndpoints
 from anyengine._transport.endpoints import open_endpoints
 from anyengine._transport.memory import MemoryEndpoints
 from anyengine._transport.monitor import open_monitor
-from anyengine.exceptions import ClientClosedError, EngineDeadError, EngineStartupError
+from anyengine.exceptions import ClientClosedError, ClientFailedError, EngineDeadError, EngineStartupError
 
 from .closing import ShutdownReport
+from .debugging import leak_error
 from .session import Session
 from .settings import SessionSettings
 from .startup import listeners_for, start_engines
@@ -42,7 +43,7 @@ async def open_session(
     Cancellation: at any point, start-up included; every process is gone before it propagates.
     """
     error: BaseException | None = None
-    interrupted = False
+    interrupted, leak = False, None
     session: Session | None = None
     with (
         _listen(settings) as endpoints,
@@ -72,7 +73,7 @@ async def open_session(
             error = _unwrapped(group)
         finally:
             if session is not None:
-                _release(session, on_report)
+                leak = _release(session, on_report)
     assert session is not None
     if isinstance(error, ClientClosedError) or interrupted:
         await anyio.lowlevel.checkpoint_if_cancelled()  # if nobody but the host closed it: its cancellation comes first
@@ -84,6 +85,8 @@ async def open_session(
         # short, which must not look like its end.
         assert session.cause is not None
         raise session.cause.for_waiter()
+    if settings.strict and leak is not None:
+        raise leak
 
 
 def _listen(settings: SessionSettings) -> ClientEndpoints:
@@ -95,14 +98,15 @@ def _listen(settings: SessionSettings) -> ClientEndpoints:
         raise EngineStartupError(f"the client cannot listen for engines: {exc}", stage="listening") from exc
 
 
-def _release(session: Session, on_report: Callable[[ShutdownReport], None]) -> None:
-    """Reap and close. Synchronous: nothing can interrupt it."""
+def _release(session: Session, on_report: Callable[[ShutdownReport], None]) -> ClientFailedError | None:
+    """Reap and close; the error that names what is left, if anything is. Synchronous: nothing can interrupt it."""
     for engine in session.children:
         engine.child.reap()
     on_report(session.closing.report)
     session.feed.discard()
     session.is_released = True
     session.life.closed()
+    return leak_error(session)
 
 
 def _unwrapped(group: BaseExceptionGroup[BaseException]) -> BaseException:

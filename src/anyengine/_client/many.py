@@ -21,6 +21,7 @@ from anyengine.exceptions import EngineError, OverloadedError
 from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind, SamplingParams
 
+from .fan_out import Completions
 from .prompts import Prompt
 from .request_desk import RequestDesk
 from .request_fields import RequestFields
@@ -77,7 +78,7 @@ class RequestGroup:
         self._label, self._fields, self._limits_s = label, fields, limits_s
         self._ordered, self._concurrency, self._collects = ordered, concurrency, on_error == "collect"
         self._streams: dict[int, RequestStream] = {}  # in flight, or ended and not looked at
-        self._states: dict[int, RequestState] = {}
+        self._sent: dict[int, Completions] = {}
         self._results: dict[int, RequestOutput | EngineError] = {}
         self._next_index = 0
         self._mailbox: _Mailbox | None = None
@@ -90,7 +91,7 @@ class RequestGroup:
     @property
     def num_in_flight(self) -> int:
         """How many of its requests have been sent and have not ended."""
-        return sum(not state.ended for state in self._states.values())
+        return sum(not sent.ended for sent in self._sent.values())
 
     # ------------------------------------------------------------------- context
 
@@ -126,17 +127,17 @@ class RequestGroup:
 
     def close_nowait(self) -> None:
         """:meth:`aclose` without a checkpoint. Synchronous: it may stand in a ``finally``."""
-        unfinished = [state for state in self._states.values() if not state.ended]
+        unfinished = _running(self._sent)
         if unfinished:
             assert self._desk is not None
             self._desk.abort(unfinished)
         self._over = True  # last: in another thread the abort is refused, and the group is what it was
         self._streams.clear()
-        self._states.clear()
+        self._sent.clear()
         self._results.clear()
 
     def __del__(self) -> None:
-        unfinished = [state for state in getattr(self, "_states", {}).values() if not state.ended]
+        unfinished = _running(getattr(self, "_sent", {}))
         if unfinished:
             # A collection can run in another thread or in the middle of a send: only leave notes for the session.
             assert self._desk is not None
@@ -211,7 +212,7 @@ class RequestGroup:
         stream = self._streams.pop(index, None)
         if stream is None:
             return
-        del self._states[index]
+        del self._sent[index]
         try:
             self._results[index] = await anext(stream)
         except EngineError as exc:
@@ -250,7 +251,7 @@ class RequestGroup:
             on_end=partial(self._mailbox.note, index),
         )
         try:
-            self._states[index] = await stream.start()
+            self._sent[index] = await stream.start()
         except OverloadedError as exc:
             if self._streams:
                 self._put_back = (index, task)
@@ -269,6 +270,10 @@ class RequestGroup:
         if not self._collects:
             raise error
         self._results[index] = error
+
+
+def _running(sent: Mapping[int, Completions]) -> list[RequestState]:
+    return [state for completions in sent.values() for state in completions.running()]
 
 
 def _paired(

@@ -66,7 +66,9 @@ class BatchConsumer:
         assert not isinstance(item, UtilityReply)  # those are resolved as they arrive
         self._outputs = []
         for entry, exc in session.connection.requests.dispatch(item.outputs):
-            abort(entry.request_id)  # a consumer of the caller's own failed: rule 5
+            abort(entry.request_id)  # a consumer of the caller's own failed (rule 5), or has had enough
+            if exc is None:
+                continue
             error = OutputProcessingError(f"cannot take an output of request {entry.request_id!r}: {exc!r}")
             error.__cause__ = exc
             entry.consumer.fail(error)
@@ -78,7 +80,7 @@ class BatchConsumer:
 
     def _failed(self, session: Session, death: RankDeath) -> EngineCoreOutputs:
         """The end of a rank's requests, as one more batch: each has failed; their consumers are told."""
-        entries = session.connection.requests.fail_all(death.error, death.rank)
+        entries = session.connection.requests.fail_all(death.error, death.rank, only=death.request_ids)
         trouble = EngineRequestError("engine_dead", str(death.error), retryable=True)
         outputs = [
             EngineCoreOutput(entry.request_id, [], finish_reason=FinishReason.ERROR, error=trouble)

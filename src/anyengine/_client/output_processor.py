@@ -81,8 +81,8 @@ class OutputProcessor:
         elif isinstance(item, UtilityReply):
             session.connection.utilities.resolve(item.rank, item.output)
         elif isinstance(item, RankDeath):
-            session.connection.requests.fail_all(item.error, item.rank)
-            session.connection.utilities.fail_all(item.error, item.rank)
+            session.connection.requests.fail_all(item.error, item.rank, only=item.request_ids)
+            session.connection.utilities.fail_all(item.error, item.rank, only=item.call_ids)
             session.on_room()
         elif isinstance(item, EngineDeadError):
             self._on_end(item)
@@ -115,6 +115,8 @@ class OutputProcessor:
         session, requests = self._session, self._session.connection.requests
         for entry, exc in requests.dispatch(rows):
             self._core.abort([entry.request_id])
+            if exc is None:  # a stop string ended it, of which the engine knows nothing
+                continue
             state = state_of(entry.consumer)
             assert state is not None
             error = OutputProcessingError(

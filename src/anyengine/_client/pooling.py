@@ -12,7 +12,6 @@ from anyengine.params import PoolingParams
 from .prompts import Prompt
 from .request_desk import RequestDesk
 from .request_fields import RequestFields
-from .request_state import PooledRequestState
 
 __all__ = ["encode_once"]
 
@@ -32,12 +31,11 @@ async def encode_once(
     try:
         prepared = await desk.prepare(ticket, prompt, params, fields)
         if ticket.aborted:
-            state = desk.unsent(params, label)
+            state = desk.unsent_pooling(label)
         else:
-            state, _, num_prompt_tokens = desk.send(prepared, params, label, fields)
+            state, num_prompt_tokens = desk.send_pooling(prepared, params, label, fields)
     finally:
         ticket.close()
-    assert isinstance(state, PooledRequestState)
     try:
         while not state.ended:
             await state.parker.park()

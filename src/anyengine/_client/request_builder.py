@@ -7,13 +7,16 @@ byte. Sends nothing and registers nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
 
+import anyio
 import anyio.to_thread
 import msgspec
 
 from anyengine._protocol import EngineLimits, check_prompt, num_prompt_tokens, output_budget
+from anyengine._rules import reject
 from anyengine._text import Detokenizer, Tokenizer, settle_structured_outputs, tokenize_bad_words
 from anyengine._wire import (
     EngineCoreRequest,
@@ -32,10 +35,14 @@ from .pooling_checks import POOLING_TASKS, settle_pooling
 from .prompts import Embeddings, Prompt, is_embeddings, take_embeddings
 from .request_fields import RequestFields, check_fields
 from .sampling_checks import check_sampling
+from .text_prompts import Tokenization, is_text, num_chars, tokenize, without_dictionary
 
 __all__ = ["RequestBuilder"]
 
+ResultT = TypeVar("ResultT")
+
 _INLINE_TOKENIZE_CHARS = 16_384  # a few ms of a fast tokenizer; longer texts go to a worker thread
+_TOKENIZER_THREADS = 4
 _INLINE_COPY_BYTES = 1 << 20  # a few ms of looking through embeddings
 
 
@@ -49,6 +56,8 @@ class RequestBuilder:
         self._eos_token_ids = tokenizer.eos_token_ids if tokenizer else model.eos_token_ids if model else ()
         self.take_limits(limits)
         self._backend: str | None = None
+        # Of their own, so that nobody waits behind other threads of the application, nor they behind long prompts.
+        self._threads = anyio.CapacityLimiter(_TOKENIZER_THREADS)
 
     def take_limits(self, limits: EngineLimits) -> None:
         """Go by ``limits``, which are those of every engine, from now on."""
@@ -78,8 +87,10 @@ class RequestBuilder:
         """What tells the texts of single tokens; ``None`` without a tokenizer."""
         return None if self._tokenizer is None else self._tokenizer.token_texts
 
-    async def encode(self, prompt: Prompt) -> Sequence[int] | Embeddings:
+    async def encode(self, prompt: Prompt, params: object = None, options: object = None) -> Sequence[int] | Embeddings:
         """The prompt as token ids, unchecked, or as embeddings; long ones are worked on in a worker thread.
+
+        ``options`` are the request's ``tokenization_kwargs``; ``params`` say how much room its output needs.
 
         Raises:
             RequestRejected: text was given and cannot be tokenized, or what was given are no embeddings.
@@ -89,13 +100,25 @@ class RequestBuilder:
         if is_embeddings(prompt):
             if getattr(getattr(prompt, "prompt_embeds", prompt), "nbytes", 0) <= _INLINE_COPY_BYTES:
                 return take_embeddings(prompt)
-            return await anyio.to_thread.run_sync(take_embeddings, prompt, abandon_on_cancel=True)
-        if not isinstance(prompt, str):
-            return cast("Sequence[int]", prompt)  # checked when the request is built
-        tokenizer = self.tokenizer
-        if len(prompt) <= _INLINE_TOKENIZE_CHARS:
-            return tokenizer.encode(prompt)
-        return await anyio.to_thread.run_sync(tokenizer.encode, prompt, abandon_on_cancel=True)
+            return await self._in_thread(take_embeddings, prompt)
+        tokenization = Tokenization.of(options)
+        prompt = without_dictionary(prompt)
+        token_ids = cast("Sequence[int]", prompt)  # checked when the request is built
+        if is_text(prompt):
+            work = partial(tokenize, self.tokenizer, prompt, tokenization)
+            token_ids = work() if num_chars(prompt) <= _INLINE_TOKENIZE_CHARS else await self._in_thread(work)
+        if tokenization.truncate_prompt_tokens is None:
+            return token_ids
+        room = getattr(params, "max_tokens", None) or 1
+        return tokenization.cut(token_ids, max(self.limits.max_model_len - room, 1))
+
+    async def _in_thread(self, work: Callable[..., ResultT], *args: Any) -> ResultT:
+        return await anyio.to_thread.run_sync(work, *args, abandon_on_cancel=True, limiter=self._threads)
+
+    def default_sampling_params(self, **given: Any) -> SamplingParams:
+        """See :meth:`EngineClient.default_sampling_params`."""
+        model: dict[str, Any] = dict(self._model.sampling) if self._model else {}
+        return SamplingParams(**model | given)
 
     def build(
         self,
@@ -103,7 +126,7 @@ class RequestBuilder:
         params: SamplingParams | PoolingParams,
         label: str | None,
         fields: RequestFields,
-    ) -> tuple[EngineCoreRequest, Detokenizer | None]:
+    ) -> EngineCoreRequest:
         """Check everything that can be checked, and make the request. Its wire id is unique whatever the label is.
 
         Raises:
@@ -121,15 +144,22 @@ class RequestBuilder:
             self._put_fields(request, fields)
             if isinstance(params, PoolingParams):
                 request.pooling_params = self._pooling(params)
-                return request, None
-            request.sampling_params = self._sampling(params, request)
+            else:
+                request.sampling_params = self._sampling(params, request)
         except RequestRejected as refusal:
             refusal.request_id = label
             raise
+        return request
+
+    def detokenizer(self, request: EngineCoreRequest, params: SamplingParams) -> Detokenizer | None:
+        """A detokenizer for one completion of ``request``, if there will be text."""
         if not params.detokenize or self._tokenizer is None:
-            return request, None
-        prompt_ids = request.prompt_token_ids or ()
-        return request, self._tokenizer.detokenizer(prompt_ids, skip_special_tokens=params.skip_special_tokens)
+            return None
+        return self._tokenizer.detokenizer(
+            request.prompt_token_ids or (),
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
 
     def next_ids(self, label: str | None) -> tuple[str, str]:
         """The label of a request, made up if there is none, and its wire id.
@@ -162,6 +192,7 @@ class RequestBuilder:
             return
         multimodal = self._model.multimodal if self._model else None
         checked: dict[str, Any] = check_fields(fields, self.limits, multimodal=multimodal)
+        checked.pop("tokenization_kwargs", None)  # not the engine's
         if (adapter := checked.pop("lora_request", None)) is not None:
             request.lora_request = lora_to_wire(adapter)
             request.lora_request.load_inplace = False  # done, once, before; vLLM would load it again in every step
@@ -182,6 +213,8 @@ class RequestBuilder:
             )
         num_tokens, embeds = num_prompt_tokens(request), request.prompt_embeds is not None
         check_sampling(params, limits, num_prompt_tokens=num_tokens, embeds=embeds)
+        if params.stop:
+            self._check_stop(params)
         bad_words_token_ids = tokenize_bad_words(self.tokenizer, params.bad_words) if params.bad_words else ()
         params, backend = self._constrained(params)
         if params.trace_decode_token_ids:
@@ -195,6 +228,18 @@ class RequestBuilder:
             bad_words_token_ids=bad_words_token_ids,
             structured_outputs_backend=backend,
         )
+
+    def _check_stop(self, params: SamplingParams) -> None:
+        """Stop strings need text; and there is none of them in a replay, which ends with its tokens."""
+        if self._tokenizer is None:
+            raise RequestRejected(
+                f"stop={params.stop!r:.200}: there is no text to find it in, since the client has no tokenizer",
+                parameter="stop",
+                value=params.stop,
+                remedy="use stop_token_ids; or describe the engine with a model_dir",
+            )
+        if params.trace_decode_token_ids is not None:
+            reject("stop", params.stop, "cannot end a replay", "leave it out, or trace_decode_token_ids")
 
     def _constrained(self, params: SamplingParams) -> tuple[SamplingParams, str]:
         if params.structured_outputs is None:

@@ -8,28 +8,30 @@ gives them.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
 import anyio
 
 from anyengine._protocol import num_prompt_tokens
-from anyengine._text import Detokenizer
+from anyengine._wire import EngineCoreRequest
 from anyengine.exceptions import (
     ClientClosedError,
     ClientFailedError,
     EngineDeadError,
     RequestTimeout,
 )
-from anyengine.outputs import TokenDecoder
 from anyengine.params import PoolingParams, SamplingParams
 from anyengine.policies import RetryPolicy
 
 from .admission import Admission, AdmissionSettings, Ticket
+from .completion import Completion
 from .core_client import EngineCoreClient
 from .deadlines import Deadlines, TimedRequestState, TimedScoredRequestState, Timeouts
 from .dropped import DroppedRequests
 from .engine_limits import common_limits
+from .fan_out import ChildParker, Completions, children_of
 from .fences import Patience
 from .output_processor import OutputProcessor
 from .prompts import Embeddings, Prompt
@@ -40,7 +42,8 @@ from .request_fields import RequestFields
 from .request_state import PooledRequestState, RequestState
 from .resubmission import Resubmissions, state_of
 from .scores import ScoredRequestState, wants_scores
-from .wakeup import make_parker
+from .stopping import Stopper
+from .wakeup import Parker, make_parker
 
 __all__ = ["RequestDesk"]
 
@@ -113,12 +116,12 @@ class RequestDesk:
         if builder.limits.tasks is None:
             await self._readiness.learn_tasks()
             builder.take_limits(common_limits(self._session))
-        prepared = await builder.encode(prompt)
+        prepared = await builder.encode(prompt, params, fields.get("tokenization_kwargs"))
         adapter = fields.get("lora_request")
         if adapter is not None and not self._readiness.has_loaded(adapter):
             # All else is checked before anything is sent; by now the engine may be dead.
             self._core.usable_session()
-            request, _ = builder.build(prepared, params, ticket.label, fields)
+            request = builder.build(prepared, params, ticket.label, fields)
             request.lora_request = None
             with in_users_words(request.external_req_id or ""):
                 connection = self._session.connection
@@ -144,40 +147,80 @@ class RequestDesk:
     def send(
         self,
         prompt: Sequence[int] | Embeddings,
-        params: SamplingParams | PoolingParams,
+        params: SamplingParams,
         label: str | None,
         fields: RequestFields,
         timeouts: Timeouts | None = None,
         started_s: float = 0.0,
-    ) -> tuple[RequestState, Detokenizer | None, int]:
-        """Check, register and send one request. Synchronous: it is owned when this returns.
+    ) -> Completions:
+        """Check, register and send one request, with all its completions. Synchronous: it is owned when this returns.
+
+        Raises:
+            RequestRejected: bad input; nothing was sent.
+            EngineDeadError: the engine died, or the client is closed; no part of it is left in another.
+        """
+        request = self.builder.build(prompt, params, label, fields)
+        timed = timeouts is not None and timeouts.needs_tokens_timed
+        completions = self._completions(request, params, timed=timed)
+        states = completions.states
+        try:
+            for child, state in zip(children_of(request, params.n), states, strict=True):
+                self._add(child, state)
+        except BaseException:
+            self.abort(states)
+            raise
+        self.builder.note_sent(request)
+        if timeouts is not None:
+            for state in states:
+                self.deadlines.watch(state, timeouts, started_s)
+        return completions
+
+    def send_pooling(
+        self, prompt: Sequence[int] | Embeddings, params: PoolingParams, label: str | None, fields: RequestFields
+    ) -> tuple[PooledRequestState, int]:
+        """:meth:`send` for a request that generates nothing: where its result will be, and the length of its prompt.
 
         Raises:
             RequestRejected: bad input; nothing was sent.
             EngineDeadError: the engine died, or the client is closed.
         """
-        request, detokenizer = self.builder.build(prompt, params, label, fields)
-        assert request.external_req_id is not None
-        length = num_prompt_tokens(request)
-        timed = timeouts is not None and timeouts.needs_tokens_timed
-        state = _make_state(request.request_id, request.external_req_id, params, length, timed=timed)
-        with in_users_words(state.label):
-            state.rank = self.resubmissions.send(request, state)
-        self.builder.note_sent(request)
-        if timeouts is not None:
-            self.deadlines.watch(state, timeouts, started_s)
-        return state, detokenizer, length
+        request = self.builder.build(prompt, params, label, fields)
+        state = PooledRequestState(request.request_id, request.external_req_id or "", make_parker())
+        self._add(request, state)
+        return state, num_prompt_tokens(request)
 
-    def unsent(self, params: SamplingParams | PoolingParams, label: str | None) -> RequestState:
-        """The state of a request whose end was asked for before it was sent."""
+    def unsent(self, params: SamplingParams, label: str | None) -> Completions:
+        """What becomes of a request whose end was asked for before it was sent."""
         label, wire_id = self.builder.next_ids(label)
-        state = _make_state(wire_id, label, params, 0)
+        request = EngineCoreRequest(wire_id, None, external_req_id=label)
+        completions = self._completions(request, params, timed=False)
+        for state in completions.states:
+            state.aborted()
+        return completions
+
+    def unsent_pooling(self, label: str | None) -> PooledRequestState:
+        """:meth:`unsent` for a request that generates nothing."""
+        label, wire_id = self.builder.next_ids(label)
+        state = PooledRequestState(wire_id, label, make_parker())
         state.aborted()
         return state
 
-    def token_texts(self) -> TokenDecoder | None:
-        """What tells the texts of single tokens, if the model has a tokenizer."""
-        return self.builder.token_texts
+    def _completions(self, request: EngineCoreRequest, params: SamplingParams, *, timed: bool) -> Completions:
+        builder, parker, woken = self.builder, make_parker(), deque[int]()
+        length, decode = num_prompt_tokens(request), builder.token_texts if params.detokenize else None
+        found: list[Completion] = []
+        for index, child in enumerate(children_of(request, params.n)):
+            detokenizer = builder.detokenizer(request, params)
+            waker = parker if params.n == 1 else ChildParker(index, parker, woken)
+            state = _make_state(child, waker, params, length, timed=timed)
+            if params.stop and detokenizer is not None:
+                state.stopper = Stopper(params, detokenizer)
+            found.append(Completion(index, state, params, detokenizer, length, decode))
+        return Completions(found, parker, woken)
+
+    def _add(self, request: EngineCoreRequest, state: RequestState) -> None:
+        with in_users_words(state.label):
+            state.rank = self.resubmissions.send(request, state)
 
     def abort(self, states: Sequence[RequestState]) -> tuple[str, ...]:
         """Abort requests in the engine and give their consumers the final item; the wire ids of those that were alive.
@@ -263,15 +306,18 @@ class RequestDesk:
 
 
 def _make_state(
-    wire_id: str, label: str, params: SamplingParams | PoolingParams, num_prompt_tokens: int, *, timed: bool = False
+    request: EngineCoreRequest, parker: Parker, params: SamplingParams, num_prompt_tokens: int, *, timed: bool
 ) -> RequestState:
-    """Where the outputs of a request with ``params`` go: the plain one, unless it asks for more than tokens."""
-    if isinstance(params, PoolingParams):
-        return PooledRequestState(wire_id, label, make_parker())
+    """Where the outputs of a request go: the plain one, unless it asks for more than tokens."""
+    wire_id, label = request.request_id, request.external_req_id or ""
     if wants_scores(params):
         scored = TimedScoredRequestState if timed else ScoredRequestState
-        return scored(wire_id, label, make_parker(), params, num_prompt_tokens)
-    return (TimedRequestState if timed else RequestState)(wire_id, label, make_parker())
+        state: RequestState = scored(wire_id, label, parker, params, num_prompt_tokens)
+    else:
+        state = (TimedRequestState if timed else RequestState)(wire_id, label, parker)
+    if params.stream_interval is not None:
+        state.interval = params.stream_interval
+    return state
 
 
 def _length(prompt: object) -> int:

@@ -39,6 +39,9 @@ class RequestFields(TypedDict, total=False):
     reasoning_parser_kwargs: Mapping[str, Any] | None
     kv_hints: KvHintsEnvelope | None
     """For the engine's KV-cache connector."""
+    tokenization_kwargs: Mapping[str, Any] | None
+    """``truncate_prompt_tokens`` (-1: to what the model's length allows), ``truncation_side``,
+    ``add_special_tokens``."""
 
 
 def _check_header(name: str, key: Any, value: Any) -> None:
@@ -74,6 +77,7 @@ _RULES: Final[dict[str, Rule]] = {
     "reasoning_ended": flag(optional=True),
     "reasoning_parser_kwargs": mapping(_check_keyword),
     "kv_hints": record(KvHintsEnvelope),
+    "tokenization_kwargs": mapping(),  # what is in it has been used by now
 }
 
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import anyio
-from msgspec.structs import replace
 
 from anyengine.exceptions import EngineDeadError, EngineError, OutputProcessingError, RequestError
 from anyengine.outputs import RequestOutput
@@ -21,15 +20,12 @@ from anyengine.params import OutputKind, SamplingParams
 
 from .admission import Ticket
 from .deadlines import Timeouts
+from .fan_out import Completions
 from .prompts import Embeddings, Prompt
 from .request_desk import RequestDesk
 from .request_fields import RequestFields
-from .request_state import RequestState
-from .scores import ScoredRequestState, Scores
+from .stream_views import TextStream, TokenStream
 from .wakeup import EndBell
-
-if TYPE_CHECKING:
-    from anyengine._text import Detokenizer
 
 __all__ = ["RequestStream"]
 
@@ -66,12 +62,8 @@ class RequestStream:
         self._label = request_id
         self._ticket: Ticket | None = None
         self._abort_asked = False
-        self._state: RequestState | None = None
-        self._detokenizer: Detokenizer | None = None
-        self._scores: Scores | None = None
-        self._num_prompt_tokens = 0
-        self._token_ids: list[int] = []
-        self._text: list[str] = []
+        self._completions: Completions | None = None
+        self._gather = params.output_kind is OutputKind.FINAL_ONLY
         self._owned_by_block = False
         self._busy = False
         self._over = False
@@ -84,26 +76,25 @@ class RequestStream:
 
     @property
     def rank(self) -> int | None:
-        """The rank that runs it; ``None`` before the request is sent."""
-        return None if self._state is None else self._state.rank
+        """The rank that runs it, or its first completion; ``None`` before the request is sent."""
+        return None if self._completions is None else self._completions.states[0].rank
 
     @property
     def attempts(self) -> int:
-        """How often the request has been sent: more than once after a retry or a replay."""
-        return 0 if self._state is None else self._state.attempts
+        """How often the request, or its first completion, has been sent: more than once after a retry or a replay."""
+        return 0 if self._completions is None else self._completions.states[0].attempts
 
     @property
     def wire_id(self) -> str | None:
-        """Its id on the wire, which no other request has, and which a retry or a replay changes; ``None`` before the
-        request is sent."""
-        return None if self._state is None else self._state.wire_id
+        """Its id on the wire, or its first completion's: no other request has it, and a retry or a replay changes it;
+        ``None`` before the request is sent."""
+        return None if self._completions is None else self._completions.states[0].wire_id
 
     @property
     def lag(self) -> int:
         """How many tokens have arrived and have not been taken: how far the consumer is behind. They wait in one
         merged piece."""
-        state = self._state
-        return 0 if state is None or state.token_ids is None else len(state.token_ids)
+        return 0 if self._completions is None else self._completions.lag
 
     # ------------------------------------------------------------------- context
 
@@ -118,7 +109,7 @@ class RequestStream:
         self._owned_by_block = True
         return self
 
-    async def start(self) -> RequestState:
+    async def start(self) -> Completions:
         """Send the request, if it has not been sent; what :meth:`__aenter__` and the first item do. For the client.
 
         Raises:
@@ -134,7 +125,8 @@ class RequestStream:
         if (sent := self._sent_or_closed()) is not None:
             return sent
         desk = self._find_desk()
-        self._ticket = ticket = desk.ticket(self._prompt, self._label, nowait=self._nowait)
+        num_seqs = self._params.n
+        self._ticket = ticket = desk.ticket(self._prompt, self._label, num_seqs=num_seqs, nowait=self._nowait)
         try:
             timeouts = Timeouts.of(**self._limits_s) if self._limits_s else None
             started_s = 0.0
@@ -151,10 +143,10 @@ class RequestStream:
             self._ticket = None
             ticket.close()
 
-    def _sent_or_closed(self) -> RequestState | None:
-        if self._state is None and self._over:
+    def _sent_or_closed(self) -> Completions | None:
+        if self._completions is None and self._over:
             raise anyio.ClosedResourceError
-        return self._state
+        return self._completions
 
     async def _prepare_in_time(
         self, desk: RequestDesk, ticket: Ticket, timeouts: Timeouts, started_s: float
@@ -173,23 +165,59 @@ class RequestStream:
         started_s: float,
         *,
         aborted: bool,
-    ) -> RequestState:
+    ) -> Completions:
         if aborted:
-            state = desk.unsent(self._params, self._label)
+            completions = desk.unsent(self._params, self._label)
         else:
-            accepted = desk.send(prepared, self._params, self._label, self._fields, timeouts, started_s)
-            state, self._detokenizer, self._num_prompt_tokens = accepted
-        self._state = state
+            completions = desk.send(prepared, self._params, self._label, self._fields, timeouts, started_s)
+        self._completions = completions
         self._desk = desk
-        self._label = state.label
-        if isinstance(state, ScoredRequestState):
-            self._scores = Scores(self._params, desk.token_texts() if self._params.detokenize else None)
+        self._label = completions.states[0].label
         if self._on_end is not None:
-            state.parker = EndBell(state, self._on_end)
-            if state.ended:
+            for state in completions.states:
+                state.parker = EndBell(completions, self._on_end)
+            if completions.ended:
                 self._on_end()
         self._prompt, self._fields = (), {}  # sent: not ours to keep
-        return state
+        return completions
+
+    async def final(self) -> RequestOutput:
+        """Everything that the request gives, once it has ended: of all its completions, and whatever was taken before.
+
+        Raises: see :meth:`__anext__`; ``ClosedResourceError``: the stream was closed before its end.
+
+        Cancellation: see :meth:`__anext__`.
+        """
+        self._gather = True
+        if not self._over:
+            return await anext(self)
+        if self._error is not None:
+            raise self._own(self._error)
+        if self._completions is None or not self._completions.all_taken:
+            raise anyio.ClosedResourceError
+        return self._completions.snapshot()
+
+    def text_stream(self) -> TextStream:
+        """The stream as pieces of text, none of them empty.
+
+        Raises:
+            ValueError: the request has several completions, whose texts would be mixed.
+        """
+        self._check_single()
+        return TextStream(self, self._params.output_kind)
+
+    def token_stream(self) -> TokenStream:
+        """The stream as single tokens.
+
+        Raises:
+            ValueError: the request has several completions, whose tokens would be mixed.
+        """
+        self._check_single()
+        return TokenStream(self, self._params.output_kind)
+
+    def _check_single(self) -> None:
+        if self._params.n != 1:
+            raise ValueError(f"n={self._params.n}: iterate over the stream itself, whose items say which they are of")
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -206,9 +234,8 @@ class RequestStream:
 
     def close_nowait(self) -> None:
         """:meth:`aclose` without a checkpoint. Synchronous: it may stand in a ``finally``."""
-        state = self._state
-        if state is not None and not state.ended:
-            self._abort(state)
+        if self._completions is not None:
+            self._abort_running(self._completions)
         elif self._ticket is not None:
             self._ticket.abort()
         self._over = True  # last: in another thread the abort is refused, and the stream is what it was
@@ -217,25 +244,31 @@ class RequestStream:
         """Ask for the end: the request is aborted, and the stream yields its last item, with ``finish_reason="abort"``
         and everything that has arrived. One that has not been sent never will be.
 
-        Synchronous. Does nothing once the request has ended.
+        Synchronous. Completions that have ended stay as they are; does nothing once all have.
         """
-        if self._state is None:
+        if self._completions is None:
             self._abort_asked = True
             if self._ticket is not None:
                 self._ticket.abort()
-        elif not self._state.ended:
-            self._abort(self._state)
+        else:
+            self._abort_running(self._completions)
+
+    def _abort_running(self, completions: Completions) -> None:
+        if running := completions.running():
+            assert self._desk is not None
+            self._desk.abort(running)
 
     def disown(self) -> None:
         """Somebody else sees to its end."""
         self._over = True
 
     def __del__(self) -> None:
-        state = getattr(self, "_state", None)
-        if state is not None and not state.ended and not self._over:
+        completions: Completions | None = getattr(self, "_completions", None)
+        if completions is not None and not self._over and (running := completions.running()):
             # A collection can run in another thread or in the middle of a send: only leave a note for the session.
             assert self._desk is not None
-            self._desk.dropped.put(state)
+            for state in running:
+                self._desk.dropped.put(state)
             warnings.warn(
                 f"request stream {self._label!r} was dropped before it had ended; its request is aborted. "
                 "Iterate it to its end, or use it as `async with client.generate(...) as stream`",
@@ -273,12 +306,11 @@ class RequestStream:
             raise anyio.BusyResourceError("iterating over")
         self._busy = True
         try:
-            state = self._state
-            if state is None:
-                state = await self.start()
-            final_only = self._params.output_kind is OutputKind.FINAL_ONLY
-            while not state.ended and (final_only or state.token_ids is None):
-                await state.parker.park()
+            completions = self._completions
+            if completions is None:
+                completions = await self.start()
+            while not completions.ready(gather=self._gather):
+                await completions.parker.park()
         except anyio.ClosedResourceError:
             raise StopAsyncIteration from None  # closed by another task while the prompt was being tokenized
         except BaseException as exc:
@@ -288,88 +320,34 @@ class RequestStream:
             raise
         finally:
             self._busy = False
-        return self._take(state)
+        return self._take(completions)
 
-    def _abort(self, state: RequestState) -> None:
-        assert self._desk is not None
-        self._desk.abort([state])
-
-    def _take(self, state: RequestState) -> RequestOutput:
+    def _take(self, completions: Completions) -> RequestOutput:
         """Empty the merge buffer. Synchronous, so nothing can be lost between the buffer and the caller."""
-        ids, state.token_ids = state.token_ids or [], None
-        if state.error is not None and (not ids or self._params.output_kind is OutputKind.FINAL_ONLY):
-            self._token_ids += ids
-            if self._scores is not None:
-                self._take_scores(self._scores, state)
-            self._over, self._error = True, state.error
-            raise self._own(state.error)
-        finished = state.finish_reason is not None
+        failure = completions.failure(gather=self._gather)
+        if failure is not None:
+            self.close_nowait()  # one completion's trouble is that of all
+            self._error = failure
+            raise self._own(failure)
         try:
-            text = self._detokenize(ids, state, finished=finished)
+            output = completions.take(gather=self._gather)
         except Exception as exc:
-            raise self._fail_processing(state, exc) from exc
-        self._token_ids += ids
-        if self._scores is not None:
-            self._take_scores(self._scores, state)
-        if text:
-            self._text.append(text)
-        self._over = finished
-        everything = self._params.output_kind is not OutputKind.DELTA
-        if everything:
-            text, ids = "".join(self._text), self._token_ids.copy()
-        return self._output(text, ids, state, everything=everything)
-
-    @staticmethod
-    def _take_scores(scores: Scores, state: RequestState) -> None:
-        """Together with the tokens, always: a row for each."""
-        assert isinstance(state, ScoredRequestState)
-        scores.take(state)
-
-    def _detokenize(self, ids: list[int], state: RequestState, *, finished: bool) -> str:
-        detokenizer = self._detokenizer
-        if detokenizer is None:
-            return ""
-        if not finished:
-            return detokenizer.push(ids)
-        if state.finish_reason == "stop" and not self._params.include_stop_str_in_output:
-            ids = ids[:-1]  # the token that ended it is among the ids, but no part of the text (as in vLLM)
-        return detokenizer.push(ids) + detokenizer.finish()
-
-    def _output(self, text: str, ids: list[int], state: RequestState, *, everything: bool) -> RequestOutput:
-        output = RequestOutput(
-            request_id=state.label,
-            text=text,
-            token_ids=ids,
-            finish_reason=state.finish_reason,
-            stop_reason=state.stop_reason,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_output_tokens=len(self._token_ids),
-            num_cached_tokens=state.num_cached_tokens,
-        )
-        # Not in the same call: its ** would double what an output without scores costs.
-        return output if self._scores is None else replace(output, **self._scores.fields(everything=everything))
-
-    def _fail_processing(self, state: RequestState, exc: Exception) -> OutputProcessingError:
-        """Rule 5: trouble with this request's text is this request's error; it is aborted, the others go on."""
-        self.close_nowait()
-        error = OutputProcessingError(
-            f"cannot process the output of request {state.label!r}: {exc!r}", request_id=state.label
-        )
-        error.__cause__ = exc
-        self._error = error
-        error.partial = self._partial()
-        return error
+            # Rule 5: trouble with this request's text is this request's error; it is aborted, the others go on.
+            self.close_nowait()
+            error = OutputProcessingError(
+                f"cannot process the output of request {self._label!r}: {exc!r}", request_id=self._label
+            )
+            error.__cause__ = exc
+            self._error = error
+            error.partial = completions.snapshot()
+            raise error from exc
+        self._over = output.finished
+        return output
 
     def _own(self, error: EngineError) -> EngineError:
         """A copy of ``error`` for the consumer, which may be everybody's: what is known of this request is in it."""
         own = error.for_waiter()
         if isinstance(own, RequestError | EngineDeadError):
             own.request_id = self._label
-            own.partial = self._partial()
+            own.partial = None if self._completions is None else self._completions.snapshot()
         return own
-
-    def _partial(self) -> RequestOutput | None:
-        """All that was delivered, as one output."""
-        if self._state is None:
-            return None
-        return self._output("".join(self._text), self._token_ids.copy(), self._state, everything=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import anyio
+import anyio.lowlevel
 
 from anyengine._protocol import OutputConsumer, continued, why_not_replayed
 from anyengine._wire import EngineCoreOutput, EngineCoreRequest, finish_reason_name
@@ -41,12 +42,12 @@ class Submission:
         self.state = state
         self.received: list[int] = []
 
-    def push(self, output: EngineCoreOutput) -> None:
-        """Take one output from the engine."""
+    def push(self, output: EngineCoreOutput) -> bool:
+        """Take one output from the engine; whether the request ends here, although the engine would go on."""
         if output.finish_reason is not None and self._may_pass(output) and self._desk.retry(self):
-            return
+            return False
         self.received += output.new_token_ids
-        self.state.push(output)
+        return self.state.push(output)
 
     def fail(self, error: BaseException) -> None:
         """Its engine is dead, or something else has ended it."""
@@ -187,13 +188,14 @@ class Resubmissions:
         await anyio.sleep(delay_s)
         while self._waits(state):
             try:
+                await anyio.lowlevel.checkpoint()
                 await self._wait_rank(submission.request.data_parallel_rank)
                 await self._load_adapter(submission.request)
                 await self._core.wait_room()
                 if not self._waits(state):
                     return
                 request = submission.next_request()
-                submission.sent(request, self._core.add(request, submission))
+                submission.sent(request, self._core.put(request, submission))
                 self._leave(state)
             except (EngineDeadError, OverloadedError) as exc:
                 if self._is_hopeless(submission.request.data_parallel_rank):
@@ -206,6 +208,8 @@ class Resubmissions:
         self._waiting.pop(state, None)
         self._session.sent_again = len(self._waiting)
         self._session.on_room()
+        if not self._waiting:
+            self._session.note_idle()
 
     def _waits(self, state: RequestState) -> bool:
         return state in self._waiting and not state.ended
@@ -226,7 +230,7 @@ class Resubmissions:
         while not self._is_hopeless(rank):
             serving = session.connection.rota.serving
             takes = bool(serving) if rank is None else rank in serving
-            if takes and self._admission.is_open:  # a pause holds for those, too, that were in flight when it began
+            if takes and self._admission.is_open:  # a pause of those that serve holds for it, too
                 return
             await session.restarts.wait_change()
         session.check_usable()

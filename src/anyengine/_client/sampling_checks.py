@@ -6,16 +6,11 @@ Owns the checks of what an engine survives and a user would regret: a feature th
 
 from __future__ import annotations
 
-from typing import Any, Final
-
 from anyengine._protocol import EngineLimits
-from anyengine._rules import reject
+from anyengine._rules import INT64_MAX, reject
 from anyengine.params import SamplingParams
 
 __all__ = ["check_sampling"]
-
-_NOT_YET: Final = ("stop",)
-"""Parameters whose client half does not exist yet: refused, never ignored."""
 
 
 def check_sampling(params: SamplingParams, limits: EngineLimits, *, num_prompt_tokens: int, embeds: bool) -> None:
@@ -24,7 +19,7 @@ def check_sampling(params: SamplingParams, limits: EngineLimits, *, num_prompt_t
     Raises:
         RequestRejected: something that the engine would ignore, or does not allow.
     """
-    _refuse_unfinished(params)
+    _check_seeds(params)
     _check_log_probs(params, limits)
     _check_prompt_scores(params, limits, num_prompt_tokens)
     if embeds and (params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None):
@@ -75,10 +70,7 @@ def _allowed(limits: EngineLimits) -> int:
     return limits.max_logprobs if vocab_size is None else min(limits.max_logprobs, vocab_size)
 
 
-def _refuse_unfinished(params: SamplingParams) -> None:
-    named: dict[str, Any] = {name: value for name in _NOT_YET if (value := getattr(params, name))}
-    if params.n > 1:
-        named["n"] = params.n
-    for name, value in named.items():
-        remedy = "leave it out" + (" (stop_token_ids works)" if name == "stop" else "")
-        reject(name, value, "is not supported by this release of the client", remedy)
+def _check_seeds(params: SamplingParams) -> None:
+    """Completion ``i`` has the seed ``seed + i``, which must fit on the wire."""
+    if params.seed is not None and params.seed + params.n - 1 > INT64_MAX:
+        reject("seed", params.seed, f"is too large for n={params.n}", f"use at most {INT64_MAX - params.n + 1}")

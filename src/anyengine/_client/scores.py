@@ -50,6 +50,12 @@ class LogprobColumns:
         self.ends.append(len(self.token_ids))
         self.ranks.append(0)
 
+    def cut(self, num_rows: int) -> None:
+        """Keep the first ``num_rows``."""
+        del self.ends[num_rows:], self.ranks[num_rows:]
+        width = self.ends[-1] if self.ends else 0
+        del self.token_ids[width:], self.logprobs[width:]
+
     def extend(self, more: LogprobColumns) -> None:
         """Add the rows of ``more``."""
         shift = len(self.token_ids)
@@ -130,8 +136,8 @@ class ScoredRequestState(RequestState):
         self.prompt_rows = LogprobColumns()
         self.prompt_scores: Tensor | None = None
 
-    def push(self, output: EngineCoreOutput) -> None:
-        """Take one output from the engine.
+    def push(self, output: EngineCoreOutput) -> bool:
+        """Take one output from the engine; whether the request ends here, although the engine would go on.
 
         Raises:
             ValueError, TypeError: its log-probabilities are broken or missing; nothing of it was taken.
@@ -144,8 +150,11 @@ class ScoredRequestState(RequestState):
                 raise ValueError("the engine sent tokens without their log-probabilities")
             rows.add_tensors(output.new_logprobs, num_tokens, self._keep)
         self._take_prompt(output, num_tokens)
+        stopped = super().push(output)
+        if asked:
+            rows.cut(len(output.new_token_ids))  # fewer, if a stop string ended it
         self.rows.extend(rows)
-        super().push(output)
+        return stopped
 
     def _take_prompt(self, output: EngineCoreOutput, num_tokens: int) -> None:
         """The prompt's rows come in one piece or in several, the last one with the first token."""

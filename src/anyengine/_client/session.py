@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeAlias, TypeVarTuple
@@ -89,12 +90,15 @@ class Session:
         """Called when there may be room for a request where there was none."""
         self.notifications: Notifications = Notifications(settings.on_notification, tasks)
         self.closing: Closing = Closing(self)
+        self.running_tasks: Counter[str] = Counter()
+        """The tasks of :meth:`own`, by name."""
         self._messages_dropped = 0
         self.in_order: bool = False
         """Set by a client whose consumer of ``feed`` also resolves the replies and passes the cause on, so that a
         reply is a fence: everything sent before it has reached its consumers. Otherwise both happen as they arrive."""
         self._idle = anyio.Event()
         self._thread_id = threading.get_ident()
+        self._loop = anyio.lowlevel.current_token()
         self._unwatched: dict[int, anyio.Event] = {}
         self._drain_scope = anyio.CancelScope()
         self._drained = anyio.Event()
@@ -200,16 +204,22 @@ class Session:
         self._idle.set()
 
     def check_thread(self) -> None:
-        """Refuse another thread than the session's, before anything is touched.
+        """Refuse another thread or event loop than the session's, before anything is touched.
 
         Raises:
             WrongLoopError: it is another one.
         """
-        if threading.get_ident() != self._thread_id:
+        if threading.get_ident() != self._thread_id or not self._in_own_loop():
             raise WrongLoopError(
                 "this client belongs to the event loop that entered it; from another thread, reach it "
                 "with anyio.from_thread"
             )
+
+    def _in_own_loop(self) -> bool:
+        try:
+            return anyio.lowlevel.current_token() == self._loop
+        except RuntimeError:  # a synchronous call outside of any task: no other loop has made it
+            return True
 
     def end(self, cause: EngineDeadError) -> None:
         """End the session with ``cause``, unless it has ended. Synchronous, idempotent."""
@@ -253,11 +263,12 @@ class Session:
     ) -> None:
         """Run one of the client's own tasks; a failure of it ends the session instead of leaving the group."""
         task_status.started()
+        name = getattr(task, "__qualname__", repr(task))
+        self.running_tasks[name] += 1
         try:
             await task(*args)
         except Exception as exc:
             # Our own bug, whatever it is: everyone who waits must hear of it.
-            name = getattr(task, "__qualname__", repr(task))
             _logger.exception("the client's own task %s failed", name)
             failure = ClientFailedError(f"the client's own task {name} failed: {exc!r}")
             failure.__cause__ = exc
@@ -274,6 +285,8 @@ class Session:
             finally:
                 self.close()
             raise
+        finally:
+            self.running_tasks[name] -= 1
 
     async def drain_outputs(self) -> None:
         """The output drain: reads the output socket until it is empty at each wake-up, decodes, hands over."""

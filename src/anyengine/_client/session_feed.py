@@ -28,6 +28,9 @@ class SessionFeed(Generic[ItemT]):
         self._closed = False
         self._changed: anyio.Event | None = None  # somebody waits for it
 
+    def __len__(self) -> int:
+        return len(self._items)
+
     def send_nowait(self, item: ItemT) -> None:
         """Add an item.
 

@@ -29,6 +29,7 @@ class SessionSettings:
     startup_timeout_s: float
     shutdown_grace_s: float
     drain_timeout_s: float
+    strict: bool
     liveness_timeout_s: float | None
     max_unread_bytes: int
     on_death: Literal["report", "cancel"]
@@ -44,6 +45,7 @@ class SessionSettings:
         startup_timeout_s: float | None,
         shutdown_grace_s: float | None,
         drain_timeout_s: float,
+        strict: bool,
         liveness_timeout_s: float | None,
         max_unread_bytes: int,
         on_death: Literal["report", "cancel"],
@@ -78,6 +80,7 @@ class SessionSettings:
             startup_timeout_s=ENGINE_READY_TIMEOUT_S.value() if startup_timeout_s is None else startup_timeout_s,
             shutdown_grace_s=default_grace_s(engines) if shutdown_grace_s is None else shutdown_grace_s,
             drain_timeout_s=drain_timeout_s,
+            strict=strict,
             liveness_timeout_s=liveness_timeout_s,
             max_unread_bytes=max_unread_bytes,
             on_death=on_death,

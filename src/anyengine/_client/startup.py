@@ -28,12 +28,14 @@ from anyengine._transport.memory import MemoryEndpoints, MemoryLink
 from anyengine._wire import EngineAddresses, engine_identity, newer_than_known, rank_of
 from anyengine.config import (
     AttachedEngine,
+    CommandEngine,
     EngineSettings,
     InheritedEngine,
     InMemoryEngine,
     LaunchedEngine,
     RemoteEngine,
     RunningEngine,
+    VLLMEngine,
 )
 from anyengine.exceptions import EngineError, EngineStartupError, RemoteProtocolError
 
@@ -75,7 +77,7 @@ async def start_engines(session: Session) -> None:
     """Start or await every engine of the session, until all of them take requests.
 
     Raises:
-        EngineStartupError: one did not become ready (:class:`StartupTimeout`: in time).
+        EngineStartupError: one could not be started, or did not become ready (:class:`StartupTimeout`: in time).
         EngineDeadError: one died right behind its handshake.
 
     Cancellation: at any point; what was started is the session's, which stops it.
@@ -100,12 +102,12 @@ async def start_engines(session: Session) -> None:
                 await session.liveness.wait_answering(unheard[0])
                 del unheard[0]
         _be_ready(session)
-    if deadline.cancelled_caught:
-        raise _too_late(session, handshake.pending or unheard or session.ranks)
-    await settle_dialects(session, session.ranks)
-    await learn_limits(session, session.ranks)
+        await settle_dialects(session, session.ranks)
+        await learn_limits(session, session.ranks)
     if session.cause is not None:
         raise session.cause.for_waiter()
+    if deadline.cancelled_caught:
+        raise _too_late(session, handshake.pending or unheard)
 
 
 def _be_ready(session: Session) -> None:
@@ -167,7 +169,10 @@ def start_engine(session: Session, rank: int) -> None:
     else:
         assert not isinstance(engine, InMemoryEngine)
         assert session.endpoints.handshake_address is not None
-        child = launch_engine(engine, handshake_address=session.endpoints.handshake_address, rank=rank)
+        try:
+            child = launch_engine(engine, handshake_address=session.endpoints.handshake_address, rank=rank)
+        except OSError as exc:
+            raise _not_started(engine, rank, exc) from exc
     try:
         supervised = SupervisedEngine(rank, child, session.settings.on_progress)
     except BaseException:
@@ -175,6 +180,17 @@ def start_engine(session: Session, rank: int) -> None:
         child.reap()
         raise
     session.take_over(supervised)
+
+
+def _not_started(engine: LaunchedEngine, rank: int, exc: OSError) -> EngineStartupError:
+    """There is no process: the program is not there, or the system has no room for one."""
+    remedy = "the system has no room for a process"
+    if isinstance(exc, FileNotFoundError | PermissionError):
+        remedy = {
+            VLLMEngine: "python must name the interpreter of an environment with vLLM",
+            CommandEngine: "argv must begin with a program that can be run",
+        }.get(type(engine), "sys.executable must name the interpreter")
+    return EngineStartupError(f"engine {rank} cannot be started: {exc}: {remedy}", rank=rank, stage="spawned")
 
 
 def _task_child(session: Session, rank: int, engine: LaunchedEngine | InMemoryEngine) -> TaskChild:
@@ -276,7 +292,12 @@ def _note_stages(session: Session, handshake: FrontendHandshake) -> None:
 
 def _too_late(session: Session, late: Sequence[int]) -> EngineError:
     others = f" ({len(late)} of {len(session.ranks)} are not: {', '.join(map(str, late))})" if session.ranks[1:] else ""
-    return session.engines[late[0]].startup_timeout(session.settings.startup_timeout_s, others)
+    if not late:
+        others = " (it has said that it is ready, and does not answer)"
+    first = late[0] if late else session.ranks[0]
+    error = session.engines[first].startup_timeout(session.settings.startup_timeout_s, others)
+    error.stage_seconds_by_rank = {rank: engine.stage_seconds for rank, engine in session.engines.items()}
+    return error
 
 
 # -------------------------------------------------------------------------------- the dialects

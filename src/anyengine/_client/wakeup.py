@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EndBell", "Parker", "make_parker"]
 
+_ANOTHER_LOOP = "a request stream belongs to the event loop of its client, and this is another one"
+
 
 class Parker(Protocol):
     """One sleeper. A wake without a sleeper does nothing: the sleeper must look at its condition before it parks,
@@ -40,15 +42,18 @@ class Parker(Protocol):
 
 
 class _AsyncioParker:
-    __slots__ = ("_future", "_loop", "_thread_id")
+    __slots__ = ("_future", "_loop", "_running_loop", "_thread_id")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self._running_loop = sys.modules["asyncio"]._get_running_loop  # None, not an error, where there is none
         self._thread_id = get_ident()
         self._future: asyncio.Future[None] | None = None
 
     async def park(self) -> None:
         _check_thread(self._thread_id)
+        if self._running_loop() is not self._loop:
+            raise WrongLoopError(_ANOTHER_LOOP)
         self._future = self._loop.create_future()
         try:
             await self._future
@@ -110,6 +115,8 @@ def _trio_parker_class() -> type[Parker]:
 
         async def park(self) -> None:
             _check_thread(self._thread_id)
+            if not lowlevel.in_trio_task():
+                raise WrongLoopError(_ANOTHER_LOOP)
             self._task = lowlevel.current_task()
             await lowlevel.wait_task_rescheduled(self._abort)
 

@@ -24,6 +24,11 @@ class AttachedRank:
         self._where = where
         self._since_s = anyio.current_time()
 
+    @property
+    def stage_seconds(self) -> dict[str, float]:
+        """Seconds since it is expected, under the stage that it has come to."""
+        return {self.stage: anyio.current_time() - self._since_s}
+
     def startup_timeout(self, timeout_s: float, also_late: str = "") -> StartupTimeout:
         """The deadline passed before it was ready; ``also_late`` says who else was not."""
         return StartupTimeout(
@@ -31,7 +36,7 @@ class AttachedRank:
             f"{also_late}; stage reached: {self.stage!r}. It must connect to {self._where}",
             rank=self.rank,
             stage=self.stage,
-            stage_seconds={self.stage: anyio.current_time() - self._since_s},
+            stage_seconds=self.stage_seconds,
         )
 
     def handshake_error(self, trouble: Exception) -> EngineStartupError:

@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,10 +21,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import anyio
 import anyio.lowlevel
+
+from anyengine._owned_directories import OwnedDirectory
 
 from .orphans import kill_all_but_trackers, live_members, wait_ended
 
@@ -84,7 +84,7 @@ class ChildProcess:
         stdin_line: bytes,
         env: Mapping[str, str] | None = None,
         orphans_grace_s: float = 0.0,
-        scratch_dir: Path | None = None,
+        scratch_dir: OwnedDirectory | None = None,
     ) -> None:
         if len(stdin_line) > _MAX_STDIN_BYTES:
             raise ValueError(
@@ -276,7 +276,7 @@ class ChildProcess:
             self._exit = ProcessExit(self.pid, None, None)
         self._close_pipes()
         if self._scratch_dir is not None:
-            shutil.rmtree(self._scratch_dir, ignore_errors=True)
+            self._scratch_dir.remove()
         return self._exit
 
     def _close_pipes(self) -> None:

@@ -7,7 +7,6 @@ or vLLM's engine core, run by our launcher in the interpreter of vLLM's environm
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import sysconfig
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any
 import msgspec
 
 from anyengine._environment import RPC_BASE_PATH, WORKER_SHUTDOWN_TIMEOUT_S
+from anyengine._owned_directories import OwnedDirectory
 from anyengine.config import CommandEngine, EngineLaunch, LaunchedEngine, VLLMEngine
 
 from .child import ChildProcess
@@ -46,23 +46,23 @@ _VLLM_PATH_BYTES = 107 - len("/anyengine-xxxxxxxx/") - 36  # an ipc path, less o
 
 
 def _launch_vllm(engine: VLLMEngine, handshake_address: str, rank: int) -> ChildProcess:
-    scratch_dir = _make_scratch_dir()
+    scratch = _make_scratch_dir()
     launch = {
         "handshake_address": handshake_address,
         "rank": rank,
-        "scratch_dir": str(scratch_dir),
+        "scratch_dir": str(scratch.path),
         "args": _vllm_args(engine),
     }
     try:
         return ChildProcess(
             (engine.python, str(_VLLM_LAUNCHER)),
             stdin_line=msgspec.json.encode(launch) + b"\n",
-            env=_vllm_environment(engine, scratch_dir),
+            env=_vllm_environment(engine, scratch.path),
             orphans_grace_s=WORKER_SHUTDOWN_TIMEOUT_S.value({**os.environ, **engine.env}),  # they need 2 to 4 s
-            scratch_dir=scratch_dir,
+            scratch_dir=scratch,
         )
     except BaseException:
-        shutil.rmtree(scratch_dir, ignore_errors=True)
+        scratch.remove()
         raise
 
 
@@ -87,14 +87,14 @@ def _vllm_environment(engine: VLLMEngine, scratch_dir: Path) -> dict[str, str]:
     }
 
 
-def _make_scratch_dir() -> Path:
+def _make_scratch_dir() -> OwnedDirectory:
     """A private directory (mode 0700) whose path is short enough for vLLM's sockets in it."""
     import tempfile  # loads hashlib, and is needed for vLLM alone
 
     base = RPC_BASE_PATH.value() or tempfile.gettempdir()
     if len(os.fsencode(base)) > _VLLM_PATH_BYTES:
-        base = "/tmp"  # noqa: S108 - mkdtemp makes it private
-    return Path(tempfile.mkdtemp(prefix="anyengine-", dir=base))
+        base = "/tmp"  # noqa: S108 - it is made private
+    return OwnedDirectory(base)
 
 
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])

@@ -58,7 +58,7 @@ def mode_after(
 
 
 def _woken(tags: Any, answer: Any, before: RankState) -> RankState:
-    if isinstance(answer, bool):  # whether all of it is back; a release that tells, from 0.27
+    if isinstance(answer, bool):  # whether all of it is back: 0.32 tells, 0.28 does not
         return RankState.READY if answer else RankState.ASLEEP
     if tags is None or (before is RankState.PAUSED and "scheduling" in tags):
         return RankState.READY

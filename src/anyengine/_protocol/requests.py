@@ -7,7 +7,7 @@ go with it. Pure: consumers are objects with three synchronous methods; nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -25,8 +25,8 @@ class OutputConsumer(Protocol):
     """Where a request's outputs go. The methods are synchronous and must not block. What ends it is called once, last:
     :meth:`push` of an output with a finish reason, :meth:`fail` or :meth:`aborted`."""
 
-    def push(self, output: EngineCoreOutput) -> None:
-        """Take one output."""
+    def push(self, output: EngineCoreOutput) -> bool | None:
+        """Take one output; whether it was the last one that it takes, although the engine would go on."""
 
     def fail(self, error: BaseException) -> None:
         """No further output will come; ``error`` is why."""
@@ -50,7 +50,7 @@ class RequestEntry:
 
     Attributes:
         stage: ``QUEUED`` until its first output, then ``STARTED``; ``BROKEN`` when the consumer could not take an
-            output, and whoever was told of it tells it so.
+            output, or wants no more, and whoever was told of it aborts the request.
         num_prompt_tokens: what it counts for in ``num_queued_tokens``.
         sent_bytes: everything that its rank had been sent when this request had been.
     """
@@ -126,14 +126,15 @@ class RequestRegistry:
                 self.on_idle()
         return entry
 
-    def dispatch(self, outputs: Sequence[EngineCoreOutput]) -> list[tuple[RequestEntry, Exception]]:
+    def dispatch(self, outputs: Sequence[EngineCoreOutput]) -> list[tuple[RequestEntry, Exception | None]]:
         """Give each output to its consumer: the client's hot loop.
 
-        One consumer's failure is its own: its entry is returned with the error, once, to be aborted and failed by the
-        caller, and gets nothing more; the other outputs are delivered all the same.
+        Returned are the entries that the caller must abort, each once, and which get nothing more: with the error of a
+        consumer that failed, to be failed by the caller, or ``None`` for one that has had enough. One consumer's
+        failure is its own: the other outputs are delivered all the same.
         """
         get = self.live.get
-        failures: list[tuple[RequestEntry, Exception]] = []
+        to_abort: list[tuple[RequestEntry, Exception | None]] = []
         for output in outputs:
             entry = get(output.request_id)
             if entry is None:
@@ -150,11 +151,13 @@ class RequestRegistry:
             if output.finish_reason is not None:
                 self.close(entry.request_id)
             try:
-                entry.consumer.push(output)
+                if entry.consumer.push(output):
+                    entry.stage = _Stage.BROKEN
+                    to_abort.append((entry, None))
             except Exception as exc:  # noqa: BLE001 - rule 5: whatever it is, it is this one request's error
                 entry.stage = _Stage.BROKEN
-                failures.append((entry, exc))
-        return failures
+                to_abort.append((entry, exc))
+        return to_abort
 
     def by_rank(self, request_ids: Iterable[str]) -> dict[int, list[str]]:
         """The live ones among ``request_ids``, grouped by the rank that runs them."""
@@ -165,12 +168,21 @@ class RequestRegistry:
                 groups.setdefault(entry.rank, []).append(request_id)
         return groups
 
-    def fail_all(self, error: BaseException, rank: int | None = None) -> list[RequestEntry]:
-        """Fail every live request (of ``rank``, if given) and forget it; the entries that were failed.
+    def of_rank(self, rank: int) -> frozenset[str]:
+        """The ids of the live requests that ``rank`` runs."""
+        return frozenset(entry.request_id for entry in self.live.values() if entry.rank == rank)
+
+    def fail_all(
+        self, error: BaseException, rank: int | None = None, *, only: Collection[str] | None = None
+    ) -> list[RequestEntry]:
+        """Fail every live request (of ``rank``, or of those with these ids, if given) and forget it; the entries that
+        were failed.
 
         Everyone is told, whatever a consumer makes of it: its own exception ends with it.
         """
         doomed = [entry for entry in self.live.values() if rank is None or entry.rank == rank]
+        if only is not None:
+            doomed = [entry for entry in doomed if entry.request_id in only]
         for entry in doomed:
             self.close(entry.request_id)
         for entry in doomed:

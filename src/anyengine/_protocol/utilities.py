@@ -7,7 +7,7 @@ re-attached client does not mistake a reply that was buffered for a dead one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,9 +77,16 @@ class UtilityRegistry:
             call.value = output.result
         call.on_done()
 
-    def fail_all(self, error: EngineError, rank: int | None = None) -> None:
-        """Fail every pending call (to ``rank``, if given); each gets its own instance of ``error``."""
+    def of_rank(self, rank: int) -> frozenset[int]:
+        """The ids of the pending calls to ``rank``."""
+        return frozenset(call.call_id for call in self.pending.values() if call.rank == rank)
+
+    def fail_all(self, error: EngineError, rank: int | None = None, *, only: Collection[int] | None = None) -> None:
+        """Fail every pending call (to ``rank``, or of those with these ids, if given); each gets its own instance of
+        ``error``."""
         doomed = [call for call in self.pending.values() if rank is None or call.rank == rank]
+        if only is not None:
+            doomed = [call for call in doomed if call.call_id in only]
         for call in doomed:
             del self.pending[call.call_id]
         for call in doomed:

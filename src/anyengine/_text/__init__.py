@@ -9,7 +9,8 @@ from __future__ import annotations
 from anyengine._text.bad_words import tokenize_bad_words
 from anyengine._text.detokenizer import Detokenizer
 from anyengine._text.model_facts import ModelFacts
+from anyengine._text.stop_strings import StopText
 from anyengine._text.structured_outputs import settle_structured_outputs
 from anyengine._text.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer", "ModelFacts", "Tokenizer", "settle_structured_outputs", "tokenize_bad_words"]
+__all__ = ["Detokenizer", "ModelFacts", "StopText", "Tokenizer", "settle_structured_outputs", "tokenize_bad_words"]

@@ -17,12 +17,17 @@ from anyengine.exceptions import RequestRejected
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ModelFacts"]
+__all__ = ["ModelFacts", "sampling_defaults"]
 
 _MAX_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 """The names that architectures give to the longest sequence they were made for, most usual first."""
 
 
+_SAMPLING_NAMES = {
+    **{name: name for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "temperature")},
+    **{name: name for name in ("top_k", "top_p", "min_p")},
+    "max_new_tokens": "max_tokens",
+}
 _HIDDEN_SIZE_KEYS = ("hidden_size", "n_embd", "d_model")
 _MULTIMODAL_KEY = "vision|visual|image|video|audio|speech|multimodal|thinker"
 """``"vision_config"``, ``"image_token_id"``, ...: what no model of text alone has in its configuration."""
@@ -35,7 +40,8 @@ class ModelFacts:
     ``vocab_size`` is in rows of the embedding, ``hidden_size`` in columns, ``max_model_len`` in tokens.
     ``special_tokens`` maps names such as ``"bos_token"`` to their text (``"additional_special_tokens"`` to a list of
     texts). ``embedding_sizes`` are those that a Matryoshka embedding may be cut to: empty if it may not, ``None`` if
-    to any. ``multimodal`` says whether the model takes more than text.
+    to any. ``multimodal`` says whether the model takes more than text. ``sampling`` has the sampling parameters that
+    the model is made for, by our names.
     """
 
     directory: str
@@ -47,6 +53,7 @@ class ModelFacts:
     embedding_sizes: tuple[int, ...] | None = ()
     multimodal: bool = False
     special_tokens: Mapping[str, str | list[str]] = field(default_factory=dict)
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> ModelFacts:
@@ -83,7 +90,17 @@ class ModelFacts:
             embedding_sizes=_embedding_sizes(config),
             multimodal=multimodal,
             special_tokens=_special_tokens({**special_tokens_map, **tokenizer_config}),
+            sampling=sampling_defaults(generation_config),
         )
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
+    """What a generation configuration says of sampling, by our names (vLLM: ``get_diff_sampling_param``)."""
+    return {
+        ours: value
+        for theirs, ours in _SAMPLING_NAMES.items()
+        if isinstance(value := generation_config.get(theirs), int | float) and not isinstance(value, bool)
+    }
 
 
 def _read_json(path: Path) -> dict[str, Any]:

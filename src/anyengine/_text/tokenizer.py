@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anyengine._text.chat_messages import cut_after_mark, mark_last_message, with_texts
 from anyengine._text.chat_template import render_chat_template
 from anyengine._text.detokenizer import ByteLevelDetokenizer, BytePieces, TokenKinds, WindowDetokenizer
 from anyengine._text.model_facts import ModelFacts
@@ -150,10 +151,14 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template: str | None = None,
         **template_vars: Any,
     ) -> str:
         """``messages`` as the text of one prompt, by the model's chat template or by ``chat_template``.
+
+        With ``continue_final_message`` (and without ``add_generation_prompt``) it ends where the last message does, so
+        that the model goes on with that.
 
         Raises:
             RequestRejected: there is no template, it refuses the messages, or the package ``jinja2`` is not installed.
@@ -166,14 +171,27 @@ class Tokenizer:
                 value=messages,
                 remedy="give a raw prompt, or give a template as chat_template",
             )
+        if continue_final_message and add_generation_prompt:
+            raise RequestRejected(
+                "continue_final_message and add_generation_prompt contradict each other",
+                parameter="continue_final_message",
+                value=True,
+                remedy="give add_generation_prompt=False too, or leave it out",
+            )
+        if isinstance(messages, list | tuple):  # what else it is, the rendering refuses
+            messages = with_texts(messages, template)
+            messages = mark_last_message(messages) if continue_final_message else messages
         variables = {"tools": None, "documents": None, **self._facts.special_tokens, **template_vars}
-        return render_chat_template(template, messages, {**variables, "add_generation_prompt": add_generation_prompt})
+        variables["add_generation_prompt"] = add_generation_prompt
+        text = render_chat_template(template, messages, variables)
+        return cut_after_mark(text, messages) if continue_final_message else text
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template: str | None = None,
         **template_vars: Any,
     ) -> list[int]:
@@ -183,7 +201,11 @@ class Tokenizer:
             RequestRejected: as :meth:`render_chat` and :meth:`encode`.
         """
         text = self.render_chat(
-            messages, add_generation_prompt=add_generation_prompt, chat_template=chat_template, **template_vars
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            **template_vars,
         )
         return self.encode(text, add_special_tokens=False)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import shutil
 import socket as socket_module
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import zmq
 from anyio import BrokenResourceError
 
 from anyengine._environment import RPC_BASE_PATH
+from anyengine._owned_directories import OwnedDirectory
 from anyengine._transport.zmq_socket import ZmqSocket
 
 if TYPE_CHECKING:
@@ -229,27 +229,27 @@ class _PrivateDirectory:
     """A directory of mode 0700 whose path is short enough for a socket in it; removed on exit."""
 
     def __enter__(self) -> Path:
-        self._path = _make_private_directory()
-        return self._path
+        self._owned = _make_private_directory()
+        return self._owned.path
 
     def __exit__(self, *exc: object) -> None:
-        shutil.rmtree(self._path, ignore_errors=True)
+        self._owned.remove()
 
 
-def _make_private_directory() -> Path:
+def _make_private_directory() -> OwnedDirectory:
     """Under ``$VLLM_RPC_BASE_PATH``, or ``$XDG_RUNTIME_DIR``, or the directory for temporary files, or ``/tmp``: the
     first that will do."""
     chosen = RPC_BASE_PATH.value(), os.environ.get("XDG_RUNTIME_DIR")
     import tempfile  # loads hashlib, and is needed once
 
-    bases = (*chosen, tempfile.gettempdir(), "/tmp")  # noqa: S108 (mkdtemp makes it private)
+    bases = (*chosen, tempfile.gettempdir(), "/tmp")  # noqa: S108 (it is made private)
     trouble = "no base directory"
     for base in filter(None, bases):
         if len(os.fsencode(base)) + len("/anyengine-xxxxxxxx/h") > zmq.IPC_PATH_MAX_LEN:
             trouble = f"{base} is too long for a socket address ({zmq.IPC_PATH_MAX_LEN} bytes)"
             continue
         try:
-            return Path(tempfile.mkdtemp(prefix="anyengine-", dir=base))  # 0700
+            return OwnedDirectory(base)
         except OSError as exc:
             trouble = str(exc)
     raise OSError(f"cannot make a directory for ipc sockets: {trouble}; use the tcp transport, or set XDG_RUNTIME_DIR")

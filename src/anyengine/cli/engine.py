@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, get_args
 from anyengine import EmbeddedEngine
 from anyengine.cli.rendering import StartupProgress
 from anyengine.config import DEFAULT_MODEL, DType
+from anyengine.exceptions import EngineStartupError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
 
     from anyengine import Status
 
-__all__ = ["EngineOptions", "add_engine_options", "serve_front_end"]
+__all__ = ["EngineOptions", "add_engine_options", "check_place", "serve_front_end"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,8 @@ class EngineOptions:
     max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
+    kv_cache_memory_bytes: int | None
+    enable_prefix_caching: bool
     num_threads: int | None
     seed: int
     runner: str | None
@@ -55,6 +58,8 @@ class EngineOptions:
             dtype=self.dtype,
             device=self.device,
             max_model_len=self.max_model_len,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            enable_prefix_caching=self.enable_prefix_caching,
             num_threads=self.num_threads,
             seed=self.seed,
             **given,
@@ -64,20 +69,27 @@ class EngineOptions:
         """Raises:
         ValueError: an address that no front end can have, a rank or a time out of range.
         """
-        scheme, separator, rest = self.handshake.partition("://")
-        host, _, port = rest.rpartition(":")
-        good = (scheme == "tcp" and bool(host) and port.isdecimal() and 0 < int(port) < 65536) or (
-            scheme == "ipc" and bool(rest)
-        )
-        if not separator or not good:
-            raise ValueError(
-                f"handshake={self.handshake!r} must be tcp://HOST:PORT or ipc://PATH: the front end's "
-                "--data-parallel-address and --data-parallel-rpc-port"
-            )
-        if not 0 <= self.rank < 65536:
-            raise ValueError(f"rank={self.rank} must be from 0 to 65535")
+        check_place(self.handshake, self.rank)
         if not self.reconnect_grace >= 0:
             raise ValueError(f"reconnect_grace={self.reconnect_grace} must be a number of seconds, 0 or more")
+
+
+def check_place(handshake: str, rank: int) -> None:
+    """Raises:
+    ValueError: an address that no front end can have, or a rank out of range.
+    """
+    scheme, separator, rest = handshake.partition("://")
+    host, _, port = rest.rpartition(":")
+    good = (scheme == "tcp" and bool(host) and port.isdecimal() and 0 < int(port) < 65536) or (
+        scheme == "ipc" and bool(rest)
+    )
+    if not separator or not good:
+        raise ValueError(
+            f"handshake={handshake!r} must be tcp://HOST:PORT or ipc://PATH: the front end's "
+            "--data-parallel-address and --data-parallel-rpc-port"
+        )
+    if not 0 <= rank < 65536:
+        raise ValueError(f"rank={rank} must be from 0 to 65535")
 
 
 def add_engine_options(parser: ArgumentParser) -> None:
@@ -135,7 +147,16 @@ def _add_model_options(parser: ArgumentParser) -> None:
         help="prompt and answer together (default: the model's, at most 8192)",
     )
     group.add_argument("--max-num-seqs", type=int, metavar="N", help="requests that run at once")
-    group.add_argument("--max-num-batched-tokens", type=int, metavar="TOKENS", help="prompt tokens in one step")
+    group.add_argument("--max-num-batched-tokens", type=int, metavar="TOKENS", help="computed in one step")
+    group.add_argument(
+        "--kv-cache-memory-bytes", type=int, metavar="N", help="of keys and values (default: by the free memory)"
+    )
+    group.add_argument(
+        "--no-prefix-caching",
+        dest="enable_prefix_caching",
+        action="store_false",
+        help="compute the beginning that requests have in common for each of them",
+    )
     group.add_argument("--num-threads", type=int, metavar="N", help="of torch (default: its own choice)")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of requests without one (default: 0)")
     group.add_argument("--runner", metavar="MODULE:FACTORY", help="another model runner than ours")
@@ -145,9 +166,12 @@ def serve_front_end(options: EngineOptions, engine: EmbeddedEngine) -> None:
     """Serve front ends until the last one has gone, or until SIGTERM or SIGINT; a second signal ends it at once.
 
     Raises:
+        EngineStartupError: there is no such model.
         Exception: whatever the start-up or the engine raised.
     """
     # Below the argument checks, which are quick: these import the engine.
+    from anyengine.engine.models.errors import ModelNotFoundError
+    from anyengine.engine.models.resolve import resolve_model
     from anyengine.engine.serving.lifeline import Lifeline
     from anyengine.engine.serving.server import Attachment
     from anyengine.engine.start import run_attached_engine
@@ -176,6 +200,11 @@ def serve_front_end(options: EngineOptions, engine: EmbeddedEngine) -> None:
     lifeline = Lifeline(None)
     lifeline.watch()
     try:
+        if options.runner is None:
+            try:  # before a front end is waited for
+                resolve_model(engine.model, report)
+            except ModelNotFoundError as exc:
+                raise EngineStartupError(str(exc), stage="resolving") from exc
         run_attached_engine(attachment, engine, report=report, on_stop=lifeline.on_stop)
     finally:
         progress.close()

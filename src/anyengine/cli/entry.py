@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 import anyio
 
+from anyengine.cli.bench_death import DeathBenchOptions, run_death_bench
+from anyengine.cli.bench_engine import EngineBenchOptions, run_engine_bench
 from anyengine.cli.check_options import CheckOptions
-from anyengine.cli.engine import EngineOptions, serve_front_end
+from anyengine.cli.engine import EngineOptions, check_place, serve_front_end
+from anyengine.cli.mock import MockOptions, serve_mock
 from anyengine.cli.options import parse_arguments
 from anyengine.cli.rendering import error_lines
 from anyengine.cli.run import OutputClosedError, answer_prompt, until_signal
@@ -43,10 +46,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
         match options:
+            case EngineBenchOptions():
+                return run_engine_bench(options)
             case CheckOptions():
                 return _check(options)
             case EngineOptions():
                 return _serve(options)
+            case MockOptions():
+                return _mock(options)
+            case DeathBenchOptions():
+                return _bench(options)
             case _:
                 return _run(options)
     except KeyboardInterrupt:  # before the event loop has its handler, or while standard input is read
@@ -68,6 +77,26 @@ def _serve(options: EngineOptions) -> int:
         return _USAGE
     serve_front_end(options, engine)
     return 0
+
+
+def _mock(options: MockOptions) -> int:
+    try:
+        check_place(options.handshake, options.rank)
+        script = options.make_script()
+    except ValueError as error:
+        _fail(error, options)
+        return _USAGE
+    return serve_mock(options, script)
+
+
+def _bench(options: DeathBenchOptions) -> int:
+    try:
+        options.check()
+        _check_backend(options)
+    except ValueError as error:
+        _fail(error, options)
+        return _USAGE
+    return run_death_bench(options)
 
 
 def _run(options: RunOptions) -> int:
@@ -105,7 +134,7 @@ def _check(options: CheckOptions) -> int:
         return _USAGE
 
 
-def _check_backend(options: RunOptions | CheckOptions) -> None:
+def _check_backend(options: RunOptions | CheckOptions | DeathBenchOptions) -> None:
     wanted = "uvloop" if options.uvloop else options.backend
     if find_spec(wanted) is None:
         raise RequestRejected(

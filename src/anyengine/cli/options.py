@@ -13,8 +13,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias, get_args
 
 from anyengine import EmbeddedEngine, SamplingParams
+from anyengine.cli.bench import add_bench_command
+from anyengine.cli.bench_death import DeathBenchOptions
+from anyengine.cli.bench_engine import EngineBenchOptions
 from anyengine.cli.check_options import CheckOptions, add_check_command
 from anyengine.cli.engine import EngineOptions, add_engine_options
+from anyengine.cli.mock import MockOptions, add_mock_command
 from anyengine.config import DEFAULT_MODEL, DType
 
 __all__ = ["Options", "RunOptions", "parse_arguments"]
@@ -75,7 +79,7 @@ class RunOptions:
         return [*system, {"role": "user", "content": prompt}]
 
 
-Options: TypeAlias = RunOptions | EngineOptions | CheckOptions
+Options: TypeAlias = RunOptions | EngineOptions | CheckOptions | MockOptions | DeathBenchOptions | EngineBenchOptions
 """What was typed after one of the commands."""
 
 
@@ -109,6 +113,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Options:
     add_engine_options(engine)
     engine.set_defaults(options=EngineOptions)
     add_check_command(commands)
+    add_mock_command(commands)
+    add_bench_command(commands)
     values = vars(parser.parse_args(arguments))
     options: Options = values.pop("options")(**values)
     if getattr(options, "uvloop", False) and getattr(options, "backend", "asyncio") != "asyncio":

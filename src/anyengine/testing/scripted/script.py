@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-__all__ = ["End", "Fault", "FinishName", "RequestRule", "Script", "StartupStage", "UtilityRule"]
+__all__ = ["End", "Fault", "FaultKind", "FinishName", "RequestRule", "Script", "StartupStage", "UtilityRule"]
 
 StageName: TypeAlias = Literal["importing", "configuring", "hello", "loading", "register", "ready"]
 """The stages of a start, in order: ``loading`` follows the client's INIT; the others begin with what they are called

@@ -1,0 +1,129 @@
+"""What a client does in one call on top of a request stream: a whole answer, a chat, the model's own parameters.
+
+Owns no request: everything here is :meth:`EngineClient.generate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
+
+from anyengine.outputs import RequestOutput
+from anyengine.params import SamplingParams
+
+from .prompts import Prompt
+from .request_desk import RequestDesk
+from .request_fields import RequestFields
+from .request_stream import RequestStream
+from .text_prompts import ChatPrompt
+
+__all__ = ["RequestShortcuts"]
+
+
+class RequestShortcuts:
+    """Part of :class:`EngineClient`. Lifetime: the client's."""
+
+    def _entered_desk(self) -> RequestDesk:
+        raise NotImplementedError
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        first_token_timeout_s: float | None = None,
+        inter_token_timeout_s: float | None = None,
+        nowait: bool = False,
+        **fields: Unpack[RequestFields],
+    ) -> RequestStream:
+        """See :class:`EngineClient`."""
+        raise NotImplementedError
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        first_token_timeout_s: float | None = None,
+        inter_token_timeout_s: float | None = None,
+        nowait: bool = False,
+        **fields: Unpack[RequestFields],
+    ) -> RequestOutput:
+        """The whole answer to ``prompt``; with ``n > 1`` all of them, in ``outputs``. The arguments are those of
+        :meth:`generate`.
+
+        Raises: see :meth:`RequestStream.__anext__`.
+
+        Cancellation: aborts the request.
+        """
+        stream = self.generate(
+            prompt,
+            sampling_params,
+            request_id=request_id,
+            timeout_s=timeout_s,
+            first_token_timeout_s=first_token_timeout_s,
+            inter_token_timeout_s=inter_token_timeout_s,
+            nowait=nowait,
+            **fields,
+        )
+        return await stream.final()
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        first_token_timeout_s: float | None = None,
+        inter_token_timeout_s: float | None = None,
+        nowait: bool = False,
+        **fields: Unpack[RequestFields],
+    ) -> RequestStream:
+        """:meth:`generate` for chat messages, such as ``[{"role": "user", "content": "Hello"}]``.
+
+        The model's chat template makes the prompt, in a sandbox, with the variables of transformers'
+        ``apply_chat_template`` and those of ``chat_template_kwargs``; or ``chat_template`` does. A content may be text
+        or a list of parts of text. ``continue_final_message`` (with ``add_generation_prompt=False``) has the model go
+        on with the last message.
+        """
+        prompt = ChatPrompt(
+            messages=messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            documents=documents,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self.generate(
+            prompt,
+            sampling_params,
+            request_id=request_id,
+            timeout_s=timeout_s,
+            first_token_timeout_s=first_token_timeout_s,
+            inter_token_timeout_s=inter_token_timeout_s,
+            nowait=nowait,
+            **fields,
+        )
+
+    def default_sampling_params(self, **given: Any) -> SamplingParams:
+        """Parameters with what the model's ``generation_config.json`` says of sampling where nothing is ``given``.
+
+        Without this call a request has vLLM's neutral defaults, whatever the model.
+
+        Raises:
+            RequestRejected: a value of the wrong type, out of range, or in contradiction to another.
+            ClientClosedError: the client has not been entered yet.
+        """
+        return self._entered_desk().builder.default_sampling_params(**given)

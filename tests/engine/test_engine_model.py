@@ -1,0 +1,87 @@
+"""Core and model together: greedy ids equal transformers' ``generate`` whatever the scheduler does to a request.
+
+A budget that cuts prompts, a cache that is too small for the batch, beginnings in common, requests that come and go:
+all at once, for every way that attention is computed.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from reference_generation import assert_agrees, reference_of
+from tiny_models import VOCAB_SIZE, make_tiny_model, open_runner
+
+from anyengine._wire import EngineCoreRequest, WireSamplingParams
+from anyengine.config import EmbeddedEngine
+from anyengine.engine.core.engine_core import EngineCore
+from anyengine.engine.runner.model_runner import TransformersRunner
+from anyengine.engine.runner.paged_cache import LayerShape, PagedCache
+
+MAX_TOKENS = 16
+_random = random.Random(8)
+SHARED = [_random.randrange(VOCAB_SIZE) for _ in range(40)]
+PROMPTS = [
+    SHARED[: _random.choice((0, 20, 40))] + [_random.randrange(VOCAB_SIZE) for _ in range(_random.randrange(1, 30))]
+    for _ in range(12)
+]
+
+
+def open_core(model_dir: Path, *, num_blocks: int, **settings: Any) -> EngineCore:
+    probe = open_runner(model_dir)
+    assert isinstance(probe, TransformersRunner)
+    block_bytes = sum(layer[0].numel() * layer.element_size() for layer in probe._cache._layers)
+    config = EmbeddedEngine(
+        model=str(model_dir), num_threads=1, kv_cache_memory_bytes=num_blocks * block_bytes, **settings
+    )
+    runner = open_runner(model_dir, kv_cache_memory_bytes=num_blocks * block_bytes, max_model_len=96)
+    assert runner.num_kv_blocks == num_blocks
+    return EngineCore(runner, config)
+
+
+@pytest.mark.feature("F16")
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_neox", "mistral"])
+def test_greedy_ids_equal_generate_in_spite_of_the_scheduler(architecture: str, tmp_path: Path) -> None:
+    model_dir = make_tiny_model(architecture, tmp_path / architecture)
+    engine = open_core(model_dir, num_blocks=12, max_num_seqs=6, max_num_batched_tokens=24)
+    tokens: dict[str, list[int]] = {}
+    waiting = list(enumerate(PROMPTS))
+    step = 0
+    while waiting or engine.has_work():
+        if waiting and step % 2 == 0:
+            index, prompt = waiting.pop(0)
+            sampling = WireSamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+            engine.add(EngineCoreRequest(str(index), prompt, sampling_params=sampling))
+        for _, output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        step += 1
+    counts, stats = engine.utility("get_engine_statistics", []), engine.scheduler_stats().prefix_cache_stats
+    assert counts["num_preemptions"] > 0, "the cache is too large for this test"
+    assert stats is not None and stats.hits > 0
+    torch.set_num_threads(1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype="float32")
+    for index, prompt in enumerate(PROMPTS):
+        note = assert_agrees(
+            f"{architecture}, prompt {index}", tokens[str(index)], reference_of(model, prompt, MAX_TOKENS)
+        )
+        print(note or "")
+
+
+def test_a_block_counts_the_bytes_that_it_takes(tmp_path: Path) -> None:
+    runner = open_runner(make_tiny_model("gemma2", tmp_path / "gemma2"), max_num_seqs=1)
+    assert isinstance(runner, TransformersRunner)
+    layers = runner._cache._layers
+    shapes = [_shape(layer) for layer in layers]
+    assert PagedCache.block_bytes(shapes, layers[0].dtype) * runner.num_kv_blocks == sum(map(_num_bytes, layers))
+
+
+def _num_bytes(layer: torch.Tensor) -> int:
+    return layer.numel() * layer.element_size()
+
+
+def _shape(layer: torch.Tensor) -> LayerShape:
+    return LayerShape(layer.shape[2], layer.shape[4])
