@@ -28,6 +28,7 @@ async def test_a_snapshot_names_what_is_held() -> None:
             assert (idle.state, idle.requests, idle.utility_calls) == ("ready", (), ())
             assert idle.tasks["Session.drain_outputs"] == 1
             stream = await client.submit([1], SamplingParams(max_tokens=2000), request_id="mine")
+            await anyio.wait_all_tasks_blocked()  # the engine is in its step
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(client.ping)
                 await anyio.wait_all_tasks_blocked()
