@@ -25,25 +25,40 @@ from anyengine import (
 )
 from anyengine._client.events import ClientEvents
 from anyengine._client.output_batches import OutputBatches
+from anyengine._client.stream_views import TextStream, TokenStream
 from anyengine._wire import EngineCoreRequest, WireSamplingParams
 from explorer import Case, Operation
 
 __all__ = ["CLASSES", "IN_PROCESSES", "OPERATIONS", "asynchronous_members", "covered", "missing"]
 
-CLASSES: Final = (EngineClient, EngineCoreClient, RequestStream, RequestGroup, OutputBatches, ClientEvents)
+CLASSES: Final = (
+    EngineClient,
+    EngineCoreClient,
+    RequestStream,
+    RequestGroup,
+    OutputBatches,
+    ClientEvents,
+    TextStream,
+    TokenStream,
+)
 """The clients, and everything that their synchronous methods hand out to be awaited or iterated."""
 
 SYNCHRONOUS: Final = frozenset(
     {
+        "EngineClient.chat",
         "EngineClient.check_admission",
+        "EngineClient.debug_snapshot",
+        "EngineClient.default_sampling_params",
         "EngineClient.events",
         "EngineClient.generate",
         "EngineClient.generate_many",
         "EngineClient.statistics",
         "EngineCoreClient.abort",
         "EngineCoreClient.add",
+        "EngineCoreClient.debug_snapshot",
         "EngineCoreClient.events",
         "EngineCoreClient.outputs",
+        "EngineCoreClient.put",
         "EngineCoreClient.statistics",
         "EngineCoreClient.usable_session",
         "EngineCoreClient.utility_arity",
@@ -51,6 +66,8 @@ SYNCHRONOUS: Final = frozenset(
         "RequestStream.abort",
         "RequestStream.close_nowait",
         "RequestStream.disown",
+        "RequestStream.text_stream",
+        "RequestStream.token_stream",
     }
 )
 """Methods without an await. What a new one returns, if it can be awaited, belongs into ``CLASSES``."""
@@ -162,6 +179,33 @@ async def leave_many_early(case: Case) -> None:
         assert (await anext(group))[0] == 0
 
 
+async def several_completions(case: Case) -> None:
+    async with case.client.generate([1], SamplingParams(max_tokens=3, n=3, temperature=1.0)) as stream:
+        async for _ in stream:
+            pass
+
+
+async def final(case: Case) -> None:
+    await case.client.generate([1], SHORT).final()
+
+
+async def complete(case: Case) -> None:
+    await case.client.complete([1], SHORT)
+
+
+async def single_tokens(case: Case) -> None:
+    async with case.client.generate([1], LONG).token_stream() as tokens:
+        await anext(tokens)
+        await tokens.aclose()
+
+
+async def pieces_of_text(case: Case) -> None:
+    """There are none without a tokenizer; the tokens are waited for all the same."""
+    async with case.client.generate([1], SHORT).text_stream() as pieces:
+        async for _ in pieces:
+            pass
+
+
 async def in_time(case: Case) -> None:
     async for _ in case.client.generate([1], SHORT, timeout_s=60, inter_token_timeout_s=60):
         pass
@@ -192,6 +236,22 @@ async def receive_outputs(case: Case) -> None:
     async with EngineCoreClient(case.another().core.engines, liveness_timeout_s=None) as core:
         core.add(EngineCoreRequest(f"core-{id(core)}", [1], sampling_params=WireSamplingParams(max_tokens=1)))
         await core.receive_outputs()
+
+
+async def close_from_inside(case: Case) -> None:
+    """One request ends within the limit, the other is aborted."""
+    async with case.another() as client:
+        short = await client.submit([1], SHORT)
+        endless = await client.submit([1], LONG)
+        await client.aclose(drain_timeout_s=0.01)
+        for stream in (short, endless):
+            stream.close_nowait()
+
+
+async def close_the_core_from_inside(case: Case) -> None:
+    async with EngineCoreClient(case.another().core.engines, liveness_timeout_s=None) as core:
+        core.add(EngineCoreRequest(f"core-{id(core)}", [1], sampling_params=WireSamplingParams(max_tokens=1_000_000)))
+        await core.aclose(drain_timeout_s=0)
 
 
 async def wait_dead(case: Case, *, rank: int | None = None) -> None:
@@ -279,8 +339,10 @@ ENTRIES: Final[dict[str, list[Operation]]] = {
     "EngineClient.abort": [Operation("abort", abort)],
     "EngineClient.abort_all": [Operation("abort_all", abort_all, shielded=True)],
     "EngineClient.drain": [Operation("drain", drain, shielded=True)],
+    "EngineClient.aclose": [Operation("close from inside", close_from_inside, shielded=True)],
     "EngineClient.add_lora": [Operation("add_lora", call("add_lora", ADAPTER))],
     "EngineClient.collective_rpc": [Operation("collective_rpc", call("collective_rpc", "x"))],
+    "EngineClient.complete": [Operation("complete", complete)],
     "EngineClient.encode": [Operation("encode", encode)],
     "EngineClient.pause_generation": [Operation("pause", call("pause_generation", mode="keep"), pauses=True)],
     "EngineClient.paused": [Operation("paused", paused, shielded=True)],
@@ -296,6 +358,9 @@ ENTRIES: Final[dict[str, list[Operation]]] = {
     ],
     "EngineCoreClient.__aenter__": [Operation("a session of the core", core_session, shielded=True)],
     "EngineCoreClient.__aexit__": [],
+    "EngineCoreClient.aclose": [
+        Operation("close the core from inside", close_the_core_from_inside, shielded=True),
+    ],
     "EngineCoreClient.receive_outputs": [Operation("receive_outputs", receive_outputs, shielded=True)],
     "EngineCoreClient.utility": [
         Operation("utility", call("core.utility", "is_sleeping")),
@@ -320,11 +385,17 @@ ENTRIES: Final[dict[str, list[Operation]]] = {
     "RequestStream.__anext__": [
         Operation("read to the end", read_to_the_end),
         Operation("read in time", in_time),
+        Operation("several completions", several_completions),
         Operation("wait for what does not come", wait_for_what_does_not_come, shielded=True),
         Operation("two at once", two_at_once, shielded=True),
         Operation("generate with an adapter", generate_with_an_adapter),
     ],
     "RequestStream.aclose": [],  # with submit
+    "RequestStream.final": [Operation("final", final)],
+    "TextStream.__aenter__": [Operation("pieces of text", pieces_of_text)],
+    **{f"TextStream.{name}": [] for name in ("__aexit__", "__anext__", "aclose")},
+    "TokenStream.__aenter__": [Operation("single tokens", single_tokens)],
+    **{f"TokenStream.{name}": [] for name in ("__aexit__", "__anext__", "aclose")},
     "RequestStream.start": [Operation("start a stream", start_a_stream, immediate=True)],
     "ClientEvents.__anext__": [Operation("follow a life", follow_a_life, shielded=True)],
     "OutputBatches.__anext__": [],  # with a session of the core
@@ -356,7 +427,7 @@ def covered() -> dict[str, list[Operation]]:
     for name, member in asynchronous_members():
         if name in ENTRIES:
             found[name] = ENTRIES[name]
-        elif _needs_nothing(member):
+        elif name.startswith(("EngineClient.", "EngineCoreClient.")) and _needs_nothing(member):
             owner, _, method = name.partition(".")
             path = method if owner == "EngineClient" else f"core.{method}"
             found[name] = [Operation(name, call(path))]
