@@ -61,6 +61,7 @@ async def test_a_slow_consumer_gets_one_merged_piece_and_its_peers_every_token(t
     assert len(items) == 20
 
 
+@pytest.mark.feature("L19")
 async def test_what_a_stalled_consumer_holds_is_its_tokens_alone() -> None:
     """Merged into one list: a token costs what an int in a list costs, however many outputs brought it."""
     state = RequestState("w", "r", make_parker())
