@@ -33,16 +33,6 @@ def pytest_testnodedown(node: Any) -> None:
     tally.TALLY.update(getattr(node, "workeroutput", {}).get("tally", {}))
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if (output := getattr(session.config, "workeroutput", None)) is not None:  # one of several processes
-        output["tally"] = dict(tally.TALLY)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    tally.TALLY.update(getattr(node, "workeroutput", {}).get("tally", {}))
-
-
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if found := tally.lines():
         terminalreporter.section(f"property tests: profile {PROFILE}, ANYENGINE_PROPERTY_SEED={SEED}")
