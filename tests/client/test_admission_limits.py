@@ -288,10 +288,10 @@ async def test_nothing_is_sent_behind_a_sleep(call: str, admission: Any, monkeyp
     rng = random.Random(32)
     encode = RequestBuilder.encode
 
-    async def slow(builder: RequestBuilder, prompt: Any) -> Any:
+    async def slow(builder: RequestBuilder, prompt: Any, *options: Any) -> Any:
         for _ in range(rng.randrange(60)):
             await anyio.lowlevel.checkpoint()
-        return await encode(builder, prompt)
+        return await encode(builder, prompt, *options)
 
     monkeypatch.setattr(RequestBuilder, "encode", slow)
     with anyio.fail_after(30):

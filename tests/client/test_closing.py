@@ -93,7 +93,7 @@ async def test_new_requests_are_refused_while_it_drains() -> None:
     with anyio.fail_after(30):
         async with anyio.create_task_group() as others:
             async with client:
-                request = client._entered_desk().builder.build([1], SamplingParams(max_tokens=1), None, {})[0]
+                request = client._entered_desk().builder.build([1], SamplingParams(max_tokens=1), None, {})
                 stream = await client.submit([1], SamplingParams(max_tokens=100))
                 others.start_soon(keep_asking)
             assert [t async for out in stream for t in out.token_ids] == expected_tokens([1], 100)
@@ -206,7 +206,7 @@ async def test_the_low_level_client_drains_too() -> None:
                     tokens.extend(output.new_token_ids)
 
     async with EngineClient(engine=in_loop()) as client:
-        request = client._entered_desk().builder.build([3], SamplingParams(max_tokens=10), None, {})[0]
+        request = client._entered_desk().builder.build([3], SamplingParams(max_tokens=10), None, {})
     core = EngineCoreClient(in_loop(step_s=0.005), drain_timeout_s=20)
     with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks, core:
