@@ -263,6 +263,7 @@ async def _faults_of(operation: Operation, case: Case, heard: list[int]) -> list
     if client.state is ClientState.READY:
         with suppress(EngineError):
             await client.core.utility("is_sleeping")  # a fence: what was sent has been taken, what was said is here
+            await client.core.utility("is_sleeping")  # late outputs may have had the client send a fence of its own
     if operation.pauses:
         await client.resume_generation()
     elif await case.bench.paused(client):

@@ -47,9 +47,9 @@ async def test_cancelled_before_its_first_output_at_every_turn(monkeypatch: pyte
     scripted = ScriptedTwin(Script(step_interval_s=0.002, requests=(RequestRule(first_token=5, silent=True),)))
     encode = RequestBuilder.encode
 
-    async def slow(builder: RequestBuilder, prompt: Any, *options: Any) -> Any:
+    async def slow(builder: RequestBuilder, *args: Any) -> Any:
         await anyio.lowlevel.checkpoint()
-        return await encode(builder, prompt, *options)
+        return await encode(builder, *args)
 
     monkeypatch.setattr(RequestBuilder, "encode", slow)
     sent = set()
@@ -343,12 +343,12 @@ async def test_trouble_with_one_of_64_is_its_own(where: str, monkeypatch: pytest
     results: dict[int, Any] = {}
     push = RequestState.push
 
-    def picky(state: RequestState, output: EngineCoreOutput) -> bool:
+    def picky(state: RequestState, output: EngineCoreOutput) -> None:
         if state.label == "r7" and len(results_of_seven) == 3:
             raise ZeroDivisionError("a broken output")
         if state.label == "r7":
             results_of_seven.append(1)
-        return push(state, output)
+        push(state, output)
 
     results_of_seven: list[int] = []
 

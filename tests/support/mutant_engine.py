@@ -91,7 +91,7 @@ def _hook_core() -> None:
         elif active == "aborts end the batch" and any(request_id in self._live for request_id in request_ids):
             self.abort_all()
         elif active == "waiting is not aborted":
-            abort(self, [i for i in request_ids if i not in self._live or self._live[i].started])
+            abort(self, [i for i in request_ids if i not in self._live or self._live[i].scheduled])
         else:
             abort(self, request_ids)
 
