@@ -49,6 +49,7 @@ def test_options_become_a_script(tmp_path: Path) -> None:
         ("hang@outputs:5", Fault(do="hang", kind="outputs", nth=5)),
         ("exit=3@in:2", Fault(do="exit", exit_code=3, direction="in", nth=2)),
         ("kill=SIGSEGV@out:9", Fault(do="kill", signal="SIGSEGV", nth=9)),
+        ("hang@is_sleeping:1", Fault(do="hang", direction="in", kind="is_sleeping")),
         ("malformed@reply:1", Fault(do="garbage", kind="reply", nth=1)),
         ("huge=100@4", Fault(do="huge", size_bytes=100, nth=4)),
     ],

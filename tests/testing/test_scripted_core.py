@@ -239,6 +239,9 @@ def test_faults_before_and_after_a_message(fault: Fault, at_the_end: list[Action
     driven = Driven(script)
     assert driven.add("a", [1]) == []
     assert driven.add("b", [2]) == at_the_end
+    driven = Driven(Script(faults=(msgspec.structs.replace(fault, direction="in", kind="profile"),)))
+    assert len(driven.call("is_sleeping")) == 1
+    assert driven.call("profile") == at_the_end
 
 
 def test_faults_count_all_messages() -> None:

@@ -77,8 +77,7 @@ async def measure_deaths(
 async def _one_death(way: Way, streams: int) -> list[float]:
     """Milliseconds from the death to each consumer, in order."""
     with tempfile.TemporaryDirectory(prefix="anyengine-bench-") as directory:
-        # The client's first call is its own, at its start.
-        fault = Fault(do=way, direction="in", kind="utility", nth=2)
+        fault = Fault(do=way, direction="in", kind="profile")
         script = Script(faults=(fault,), step_interval_s=_TPOT_S, registration={"max_num_seqs": streams})
         engine = ScriptedProcess(script, log=Path(directory) / "log")
         told_s: list[float] = []
@@ -105,7 +104,7 @@ async def _one_death(way: Way, streams: int) -> list[float]:
                 consumers.start_soon(consume, client, first)
             await all_open.wait()
             with suppress(EngineDeadError):
-                await client.core.utility("is_sleeping")
+                await client.core.utility("profile")
         (died_s,) = [one.at_s for one in engine.records() if one.kind == "fault"]
     return sorted((at_s - died_s) * 1000 for at_s in told_s)
 

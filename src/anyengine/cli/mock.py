@@ -37,8 +37,8 @@ _EXAMPLES = """examples:
 """
 
 _NAMES = {"die": "kill", "slow": "sleep", "malformed": "garbage"}
-_INCOMING = ("init", "add", "abort", "utility")
-_FAULT = re.compile(r"(?P<do>[a-z_]+)(=(?P<value>[^@]+))?@((?P<kind>[a-z]+):)?(?P<nth>\d+)")
+_OUTGOING = ("out", "hello", "registration", "ready", "outputs", "reply")  # the rest comes in: add, abort, a method ...
+_FAULT = re.compile(r"(?P<do>[a-z_]+)(=(?P<value>[^@]+))?@((?P<kind>[a-z_]+):)?(?P<nth>\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ def parse_fault(text: str) -> Fault:
     fields: dict[str, Any] = {"do": do, "nth": int(found["nth"])}
     if kind is not None and kind not in ("in", "out"):
         fields["kind"] = kind
-    if kind == "in" or kind in _INCOMING:
+    if kind is not None and kind not in _OUTGOING:
         fields["direction"] = "in"
     if value is not None:
         name = {"sleep": "seconds", "exit": "exit_code", "dead_exit": "exit_code", "kill": "signal"}.get(do)
@@ -158,8 +158,8 @@ def add_mock_command(commands: _SubParsersAction[ArgumentParser]) -> None:
         action="append",
         default=[],
         metavar="KIND@MESSAGE:N",
-        help="what happens at the N-th add, abort, utility (coming in), outputs or reply (going out), or at the N-th "
-        f"message of all (in:N, out:N). KIND is one of {', '.join(get_args(FaultKind))}; "
+        help="what happens at the N-th add, abort, utility (or a method; coming in), outputs or reply (going out), or "
+        f"at the N-th message of all (in:N, out:N). KIND is one of {', '.join(get_args(FaultKind))}; "
         "die, slow and malformed stand for kill, sleep and garbage; sleep=SECONDS, exit=CODE, huge=BYTES. Repeatable",
     )
     group.add_argument("--late-outputs", type=int, metavar="N", help="outputs that still follow an abort")

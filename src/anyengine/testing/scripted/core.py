@@ -132,9 +132,10 @@ class ScriptedCore:
         self._read_after_s = now_s + self._script.read_interval_s
         kind = "init" if socket == "handshake" else _KINDS.get(bytes(frames[0]), "unknown")
         body = _decoded(frames[-1] if socket == "handshake" else frames[1] if len(frames) > 1 else b"\xc0")
-        number = self._count(self._received, kind)
+        method = body[2] if kind == "utility" and isinstance(body, list) and len(body) > 2 else kind
+        number = self._count(self._received, {kind, method})
         self._log(Record("in", number, kind, body, now_s, self._rank))
-        faults = self._faults("in", self._received, kind)
+        faults = self._faults("in", self._received, {kind, method})
         self._apply(faults, "before")
         if not self._deaf and not self._stopped:
             self._take(kind, body)
@@ -264,10 +265,10 @@ class ScriptedCore:
     def _send(self, socket: SocketName, kind: str, payload: bytes) -> None:
         if self._stopped:
             return
-        number = self._count(self._sent, kind)
+        number = self._count(self._sent, {kind})
         if self._script.log_outputs:
             self._log(Record("out", number, kind, _decoded(payload), self._now_s, self._rank))
-        faults = self._faults("out", self._sent, kind)
+        faults = self._faults("out", self._sent, {kind})
         self._apply(faults, "before")
         for one in _spoilt(payload, faults, self._rank):
             if not self._mute:
@@ -275,16 +276,16 @@ class ScriptedCore:
         self._apply(faults, "after")
 
     @staticmethod
-    def _count(counts: dict[str | None, int], kind: str) -> int:
-        for name in (None, kind):
+    def _count(counts: dict[str | None, int], kinds: set[str]) -> int:
+        for name in (None, *kinds):
             counts[name] = counts.get(name, 0) + 1
         return counts[None]
 
-    def _faults(self, direction: str, counts: dict[str | None, int], kind: str) -> list[Fault]:
+    def _faults(self, direction: str, counts: dict[str | None, int], kinds: set[str]) -> list[Fault]:
         found = [
             fault
             for fault in self._script.faults
-            if fault.direction == direction and fault.kind in (None, kind) and counts[fault.kind] == fault.nth
+            if fault.direction == direction and fault.kind in (None, *kinds) and counts[fault.kind] == fault.nth
         ]
         for fault in found:
             self._log(Record("event", 0, "fault", fault.do, self._now_s, self._rank))

@@ -53,8 +53,9 @@ class StartupStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What happens at one message: the ``nth`` that comes ``in`` or goes ``out``; of one ``kind``, if that is given.
 
-    In: 1 is INIT, then whatever comes over the input socket ("add", "abort", "utility"). Out: 1 is HELLO, 2 the
-    registration, 3 READY, then the outputs ("outputs", "reply", "dead"). ``when`` matters to all but the last row:
+    In: 1 is INIT, then whatever comes over the input socket ("add", "abort", "utility", or the method of a call). Out:
+    1 is HELLO, 2 the registration, 3 READY, then the outputs ("outputs", "reply"). ``when`` matters to all but the last
+    row:
 
     - ``kill`` (``signal``), ``exit`` (``exit_code``): the end, in the middle of everything.
     - ``hang``: the process lives, and neither reads nor writes any more. ``sleep``: for ``seconds``, in one step.
