@@ -83,7 +83,7 @@ async def holdings() -> tuple[int, int, int]:
 
 async def soak(bench: Bench, requests: int) -> None:
     dice = random.Random(SEED)
-    rounds = max(2, requests // ROUND // OPENS)
+    rounds = max(2, -(-requests // (ROUND * OPENS)))
     with Ledger() as ledger:
         grown_from: tuple[int, int, int] | None = None
         for _ in range(OPENS):
