@@ -22,6 +22,17 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:  # pytest-xdist: a worker
+        output["tally"] = dict(tally.TALLY)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """What a worker counted, told to whoever prints it."""
+    tally.TALLY.update(getattr(node, "workeroutput", {}).get("tally", {}))
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if found := tally.lines():
         terminalreporter.section(f"property tests: profile {PROFILE}, ANYENGINE_PROPERTY_SEED={SEED}")

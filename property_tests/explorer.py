@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import anyio
+import anyio.lowlevel
 import sniffio
 
-from anyengine import ClientState, EngineClient, EngineError, SamplingParams
+from anyengine import ClientClosedError, ClientState, EngineClient, EngineError, SamplingParams
 from anyengine.testing.toy_runner import expected_tokens
 from benches import Bench, MemoryBench
 from ledger import Ledger
 
-__all__ = ["HOWS", "Case", "Explorer", "How", "Operation", "stepped"]
+__all__ = ["HOWS", "Case", "Explorer", "How", "Operation", "left_in_registries", "stepped"]
 
 How: TypeAlias = Literal["scope", "scope, woken", "native", "native, woken", "native, twice", "asyncio.timeout"]
 """By which means, and when: as the task is about to wait; as it has been woken, in the same turn of the loop, so that
@@ -262,18 +263,15 @@ async def _faults_of(operation: Operation, case: Case, heard: list[int]) -> list
     if client.state is ClientState.READY:
         with suppress(EngineError):
             await client.core.utility("is_sleeping")  # a fence: what was sent has been taken, what was said is here
+            await client.core.utility("is_sleeping")  # late outputs may have had the client send a fence of its own
     if operation.pauses:
         await client.resume_generation()
     elif await case.bench.paused(client):
         faults.append("the engine was left paused")
-    everyone = [client, *case.clients]
-    for one in everyone:
-        try:
-            counts = one.statistics()
-        except EngineError:  # never entered
+    for one in [client, *case.clients]:
+        if one.state is ClientState.CREATED:  # never entered
             continue
-        left = {name: counts[name] for name in ("requests_in_flight", "utility_calls_in_flight") if counts[name]}
-        if left:
+        if left := await left_in_registries(one):
             faults.append(f"left in the registries: {left}")
         if one is not client and one.state is not ClientState.CLOSED:
             faults.append(f"a client was left {one.state}")
@@ -283,6 +281,19 @@ async def _faults_of(operation: Operation, case: Case, heard: list[int]) -> list
     if running := await case.bench.running(client):
         faults.append(f"{running} requests still run in the engine")
     return faults
+
+
+async def left_in_registries(client: EngineClient) -> dict[str, int]:
+    """What is still in a client's registries; calls that it makes of itself have a moment to be answered."""
+    left: dict[str, int] = {}
+    with suppress(ClientClosedError):  # never entered
+        for turn in range(200):  # a process takes its time
+            counts = client.statistics()
+            left = {name: counts[name] for name in ("requests_in_flight", "utility_calls_in_flight") if counts[name]}
+            if not left:
+                break
+            await anyio.sleep(0 if turn < 100 else 0.01)
+    return left
 
 
 def _holdings() -> tuple[int, int]:

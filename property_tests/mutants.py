@@ -91,12 +91,12 @@ def forget_before_bytes(patch: Patch) -> None:
     """State is dropped first; then nobody knows any more whom to tell."""
     abort = EngineCoreClient.abort
 
-    def forget(self: EngineCoreClient, request_ids: str | Iterable[str]) -> None:
+    def forget(self: EngineCoreClient, request_ids: str | Iterable[str]) -> tuple[str, ...]:
         for request_id in [request_ids] if isinstance(request_ids, str) else (request_ids := [*request_ids]):
-            entry = self.session.connection.requests.close(request_id, aborted=True)
+            entry = self.session.connection.requests.close(request_id)
             if entry is not None:
                 entry.consumer.aborted()
-        abort(self, request_ids)
+        return abort(self, request_ids)
 
     patch.setattr(EngineCoreClient, "abort", forget)
 

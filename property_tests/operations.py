@@ -11,39 +11,49 @@ from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any, Final
 
-import anyio
-
+import operation_steps as steps
 from anyengine import (
     EngineClient,
     EngineCoreClient,
     EngineDeadError,
-    LoRARequest,
-    PoolingParams,
     RequestGroup,
     RequestStream,
-    SamplingParams,
 )
 from anyengine._client.events import ClientEvents
 from anyengine._client.output_batches import OutputBatches
-from anyengine._wire import EngineCoreRequest, WireSamplingParams
+from anyengine._client.stream_views import TextStream, TokenStream
 from explorer import Case, Operation
 
 __all__ = ["CLASSES", "IN_PROCESSES", "OPERATIONS", "asynchronous_members", "covered", "missing"]
 
-CLASSES: Final = (EngineClient, EngineCoreClient, RequestStream, RequestGroup, OutputBatches, ClientEvents)
+CLASSES: Final = (
+    EngineClient,
+    EngineCoreClient,
+    RequestStream,
+    RequestGroup,
+    OutputBatches,
+    ClientEvents,
+    TextStream,
+    TokenStream,
+)
 """The clients, and everything that their synchronous methods hand out to be awaited or iterated."""
 
 SYNCHRONOUS: Final = frozenset(
     {
+        "EngineClient.chat",
         "EngineClient.check_admission",
+        "EngineClient.debug_snapshot",
+        "EngineClient.default_sampling_params",
         "EngineClient.events",
         "EngineClient.generate",
         "EngineClient.generate_many",
         "EngineClient.statistics",
         "EngineCoreClient.abort",
         "EngineCoreClient.add",
+        "EngineCoreClient.debug_snapshot",
         "EngineCoreClient.events",
         "EngineCoreClient.outputs",
+        "EngineCoreClient.put",
         "EngineCoreClient.statistics",
         "EngineCoreClient.usable_session",
         "EngineCoreClient.utility_arity",
@@ -51,210 +61,11 @@ SYNCHRONOUS: Final = frozenset(
         "RequestStream.abort",
         "RequestStream.close_nowait",
         "RequestStream.disown",
+        "RequestStream.text_stream",
+        "RequestStream.token_stream",
     }
 )
 """Methods without an await. What a new one returns, if it can be awaited, belongs into ``CLASSES``."""
-
-SHORT: Final = SamplingParams(max_tokens=3)
-LONG: Final = SamplingParams(max_tokens=1_000_000)
-ADAPTER: Final = LoRARequest("adapter", 1, "/adapter")
-
-# ------------------------------------------------------------------------------------------------------------ streams
-
-
-async def read_to_the_end(case: Case) -> None:
-    async for _ in case.client.generate([1], SHORT):
-        pass
-
-
-async def read_in_a_block(case: Case) -> None:
-    async with case.client.generate([1], SHORT) as stream:
-        async for _ in stream:
-            pass
-
-
-async def leave_a_block_early(case: Case) -> None:
-    async with case.client.generate([1], LONG) as stream:
-        await anext(stream)
-
-
-async def wait_for_what_does_not_come(case: Case) -> None:
-    """The third token never comes; a sibling closes the stream in the end."""
-    stream = await case.client.submit([1], LONG)
-    async with anyio.create_task_group() as tasks:
-
-        async def close() -> None:
-            for _ in range(12):
-                await anyio.lowlevel.checkpoint()
-            stream.abort()
-
-        tasks.start_soon(close)
-        try:
-            async for _ in stream:
-                pass
-        finally:
-            stream.close_nowait()
-
-
-async def submit_and_close(case: Case) -> None:
-    stream = await case.client.submit([1], LONG)
-    await stream.aclose()
-
-
-async def start_a_stream(case: Case) -> None:
-    stream = case.client.generate([1], LONG)
-    try:
-        await stream.start()
-    finally:
-        stream.close_nowait()
-
-
-async def two_at_once(case: Case) -> None:
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(read_to_the_end, case)
-        tasks.start_soon(leave_a_block_early, case)
-
-
-async def generate_with_an_adapter(case: Case) -> None:
-    async for _ in case.client.generate([1], SHORT, lora_request=ADAPTER):
-        pass
-
-
-async def encode(case: Case) -> None:
-    await case.client.encode([1], PoolingParams(task="embed"))
-
-
-async def abort(case: Case) -> None:
-    stream = await case.client.submit([1], LONG, request_id="doomed")
-    try:
-        assert await case.client.abort(["doomed", "nobody's"]) == (stream.wire_id,)
-        assert [out.finish_reason async for out in stream][-1] == "abort"
-    finally:
-        stream.close_nowait()
-
-
-async def abort_all(case: Case) -> None:
-    async with case.another() as client:
-        stream = await client.submit([1], LONG)
-        try:
-            assert await client.abort_all() == (stream.wire_id,)
-        finally:
-            stream.close_nowait()
-
-
-async def drain(case: Case) -> None:
-    async with case.another() as client:
-        stream = await client.submit([1], SHORT)
-        try:
-            await client.drain()
-        finally:
-            stream.close_nowait()
-
-
-async def answer_many(case: Case, *, concurrency: int | None) -> None:
-    async for _ in case.client.generate_many([[1], [2], [3]], SHORT, concurrency=concurrency):
-        pass
-
-
-async def leave_many_early(case: Case) -> None:
-    params = [SHORT, LONG, LONG]
-    async with case.client.generate_many([[1], [2], [3]], params) as group:
-        assert (await anext(group))[0] == 0
-
-
-async def in_time(case: Case) -> None:
-    async for _ in case.client.generate([1], SHORT, timeout_s=60, inter_token_timeout_s=60):
-        pass
-
-
-# ---------------------------------------------------------------------------------------------------- the whole client
-
-
-async def whole_session(case: Case) -> None:
-    async with case.another() as client:
-        async with client.generate([1], LONG) as stream:
-            await anext(stream)
-        left_to_the_end = await client.submit([2], LONG)
-        await anext(left_to_the_end)
-        await client.core.utility("is_sleeping")
-    left_to_the_end.close_nowait()
-
-
-async def core_session(case: Case) -> None:
-    async with EngineCoreClient(case.another().core.engines, liveness_timeout_s=None) as core:
-        core.add(EngineCoreRequest(f"core-{id(core)}", [1], sampling_params=WireSamplingParams(max_tokens=3)))
-        async for batch in core.outputs():
-            if batch.outputs and batch.outputs[-1].finish_reason is not None:
-                break
-
-
-async def receive_outputs(case: Case) -> None:
-    async with EngineCoreClient(case.another().core.engines, liveness_timeout_s=None) as core:
-        core.add(EngineCoreRequest(f"core-{id(core)}", [1], sampling_params=WireSamplingParams(max_tokens=1)))
-        await core.receive_outputs()
-
-
-async def wait_dead(case: Case, *, rank: int | None = None) -> None:
-    async with case.another() as client, anyio.create_task_group() as tasks:
-
-        async def kill() -> None:
-            for _ in range(4):
-                await anyio.lowlevel.checkpoint()
-            client.core.session.engines[0].child.kill()
-
-        tasks.start_soon(kill)
-        error = await client.wait_dead(rank)
-        assert isinstance(error, EngineDeadError)
-
-
-async def die_under_a_reader(case: Case) -> None:
-    async with case.another() as client:
-        stream = await client.submit([1], LONG)
-        await anext(stream)
-        client.core.session.engines[0].child.kill()
-        async for _ in stream:
-            pass
-
-
-async def wait_for_no_answer(case: Case) -> None:
-    """A call that is never answered; the client is closed under it."""
-    async with case.another() as client, anyio.create_task_group() as tasks:
-
-        async def close() -> None:
-            for _ in range(6):
-                await anyio.lowlevel.checkpoint()
-            client.core.session.close()
-
-        tasks.start_soon(close)
-        await client.core.utility("silence", unchecked=True)
-
-
-async def give_up_a_call(case: Case) -> None:
-    """A call that is never answered; a sibling cancels it, and nothing more is heard of it."""
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(case.client.core.utility, "silence", unchecked=True))
-        for _ in range(3):
-            await anyio.lowlevel.checkpoint()
-        tasks.cancel_scope.cancel()
-
-
-async def follow_a_life(case: Case) -> None:
-    """From before the block is entered until it has been left."""
-    client = case.another()
-    async with anyio.create_task_group() as tasks:
-
-        async def live() -> None:
-            async with client:
-                await anyio.lowlevel.checkpoint()
-
-        tasks.start_soon(live)
-        async for _ in client.events():
-            pass
-
-
-async def paused(case: Case) -> None:
-    async with case.client.paused("keep"):
-        await case.client.is_paused()
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> Callable[[Case], Awaitable[object]]:
@@ -271,62 +82,73 @@ def call(name: str, *args: Any, **kwargs: Any) -> Callable[[Case], Awaitable[obj
 
 ENTRIES: Final[dict[str, list[Operation]]] = {
     "EngineClient.__aenter__": [
-        Operation("enter, use and leave", whole_session, shielded=True),
-        Operation("the engine dies under a reader", die_under_a_reader, shielded=True, errors=(EngineDeadError,)),
-        Operation("a call that is never answered", wait_for_no_answer, shielded=True, errors=(ExceptionGroup,)),
+        Operation("enter, use and leave", steps.whole_session, shielded=True),
+        Operation("the engine dies under a reader", steps.die_under_a_reader, shielded=True, errors=(EngineDeadError,)),
+        Operation("a call that is never answered", steps.wait_for_no_answer, shielded=True, errors=(ExceptionGroup,)),
     ],
     "EngineClient.__aexit__": [],  # with its __aenter__
-    "EngineClient.abort": [Operation("abort", abort)],
-    "EngineClient.abort_all": [Operation("abort_all", abort_all, shielded=True)],
-    "EngineClient.drain": [Operation("drain", drain, shielded=True)],
-    "EngineClient.add_lora": [Operation("add_lora", call("add_lora", ADAPTER))],
+    "EngineClient.abort": [Operation("abort", steps.abort)],
+    "EngineClient.abort_all": [Operation("abort_all", steps.abort_all, shielded=True)],
+    "EngineClient.drain": [Operation("drain", steps.drain, shielded=True)],
+    "EngineClient.aclose": [Operation("close from inside", steps.close_from_inside, shielded=True)],
+    "EngineClient.add_lora": [Operation("add_lora", call("add_lora", steps.ADAPTER))],
     "EngineClient.collective_rpc": [Operation("collective_rpc", call("collective_rpc", "x"))],
-    "EngineClient.encode": [Operation("encode", encode)],
+    "EngineClient.complete": [Operation("complete", steps.complete)],
+    "EngineClient.encode": [Operation("encode", steps.encode)],
     "EngineClient.pause_generation": [Operation("pause", call("pause_generation", mode="keep"), pauses=True)],
-    "EngineClient.paused": [Operation("paused", paused, shielded=True)],
+    "EngineClient.paused": [Operation("paused", steps.paused, shielded=True)],
     "EngineClient.pin_lora": [Operation("pin_lora", call("pin_lora", 1))],
     "EngineClient.remove_lora": [Operation("remove_lora", call("remove_lora", 1))],
     "EngineClient.save_sharded_state": [Operation("save_sharded_state", call("save_sharded_state", "/x"))],
     "EngineClient.sleep": [Operation("sleep", call("sleep", 1, "keep"), pauses=True)],
-    "EngineClient.submit": [Operation("submit and close", submit_and_close)],
+    "EngineClient.submit": [Operation("submit and close", steps.submit_and_close)],
     "EngineClient.update_weight_version": [Operation("update_weight_version", call("update_weight_version", "x"))],
     "EngineClient.wait_dead": [
-        Operation("wait_dead", wait_dead, shielded=True),
-        Operation("wait_dead of a rank", partial(wait_dead, rank=0), shielded=True),
+        Operation("wait_dead", steps.wait_dead, shielded=True),
+        Operation("wait_dead of a rank", partial(steps.wait_dead, rank=0), shielded=True),
     ],
-    "EngineCoreClient.__aenter__": [Operation("a session of the core", core_session, shielded=True)],
+    "EngineCoreClient.__aenter__": [Operation("a session of the core", steps.core_session, shielded=True)],
     "EngineCoreClient.__aexit__": [],
-    "EngineCoreClient.receive_outputs": [Operation("receive_outputs", receive_outputs, shielded=True)],
+    "EngineCoreClient.aclose": [
+        Operation("close the core from inside", steps.close_the_core_from_inside, shielded=True),
+    ],
+    "EngineCoreClient.receive_outputs": [Operation("receive_outputs", steps.receive_outputs, shielded=True)],
     "EngineCoreClient.utility": [
         Operation("utility", call("core.utility", "is_sleeping")),
-        Operation("give up a call", give_up_a_call, shielded=True),
+        Operation("give up a call", steps.give_up_a_call, shielded=True),
     ],
     "EngineCoreClient.utility_on": [Operation("utility_on", call("core.utility_on", [0], "is_sleeping"))],
     "EngineCoreClient.utility_on_all": [Operation("utility_on_all", call("core.utility_on_all", "is_sleeping"))],
     "EngineCoreClient.wait_dead": [],  # the client's
     "EngineCoreClient.wait_room": [Operation("wait_room", call("core.wait_room"), immediate=True)],
-    "RequestGroup.__aenter__": [Operation("leave many early", leave_many_early)],
+    "RequestGroup.__aenter__": [Operation("leave many early", steps.leave_many_early)],
     "RequestGroup.__aexit__": [],
     "RequestGroup.__anext__": [
-        Operation("answer many", partial(answer_many, concurrency=None)),
-        Operation("answer many, one by one", partial(answer_many, concurrency=1)),
+        Operation("answer many", partial(steps.answer_many, concurrency=None)),
+        Operation("answer many, one by one", partial(steps.answer_many, concurrency=1)),
     ],
     "RequestGroup.aclose": [],  # with __anext__, which closes
     "RequestStream.__aenter__": [
-        Operation("read in a block", read_in_a_block),
-        Operation("leave a block early", leave_a_block_early),
+        Operation("read in a block", steps.read_in_a_block),
+        Operation("leave a block early", steps.leave_a_block_early),
     ],
     "RequestStream.__aexit__": [],
     "RequestStream.__anext__": [
-        Operation("read to the end", read_to_the_end),
-        Operation("read in time", in_time),
-        Operation("wait for what does not come", wait_for_what_does_not_come, shielded=True),
-        Operation("two at once", two_at_once, shielded=True),
-        Operation("generate with an adapter", generate_with_an_adapter),
+        Operation("read to the end", steps.read_to_the_end),
+        Operation("read in time", steps.in_time),
+        Operation("several completions", steps.several_completions),
+        Operation("wait for what does not come", steps.wait_for_what_does_not_come, shielded=True),
+        Operation("two at once", steps.two_at_once, shielded=True),
+        Operation("generate with an adapter", steps.generate_with_an_adapter),
     ],
     "RequestStream.aclose": [],  # with submit
-    "RequestStream.start": [Operation("start a stream", start_a_stream, immediate=True)],
-    "ClientEvents.__anext__": [Operation("follow a life", follow_a_life, shielded=True)],
+    "RequestStream.final": [Operation("final", steps.final)],
+    "TextStream.__aenter__": [Operation("pieces of text", steps.pieces_of_text)],
+    **{f"TextStream.{name}": [] for name in ("__aexit__", "__anext__", "aclose")},
+    "TokenStream.__aenter__": [Operation("single tokens", steps.single_tokens)],
+    **{f"TokenStream.{name}": [] for name in ("__aexit__", "__anext__", "aclose")},
+    "RequestStream.start": [Operation("start a stream", steps.start_a_stream, immediate=True)],
+    "ClientEvents.__anext__": [Operation("follow a life", steps.follow_a_life, shielded=True)],
     "OutputBatches.__anext__": [],  # with a session of the core
 }
 """By member; what is not here and needs no arguments is called as it is."""
@@ -356,7 +178,7 @@ def covered() -> dict[str, list[Operation]]:
     for name, member in asynchronous_members():
         if name in ENTRIES:
             found[name] = ENTRIES[name]
-        elif _needs_nothing(member):
+        elif name.startswith(("EngineClient.", "EngineCoreClient.")) and _needs_nothing(member):
             owner, _, method = name.partition(".")
             path = method if owner == "EngineClient" else f"core.{method}"
             found[name] = [Operation(name, call(path))]

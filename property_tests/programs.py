@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from anyengine import (
     ClientClosedError,
     ClientState,
+    EngineAsleepError,
     EngineClient,
     EngineDeadError,
     PoolingParams,
@@ -81,6 +82,9 @@ class Run:
             for step in steps:
                 try:
                     await getattr(self, "do_" + step.action.replace(" ", "_"))(step)
+                except EngineAsleepError as exc:
+                    if not any(one.action == "pause" for steps_ in self.program.tasks for one in steps_):
+                        self.faults.append(f"{step}: {exc!r}, and nobody has paused it")
                 except EngineDeadError as exc:
                     closed = isinstance(exc, ClientClosedError)
                     if not (self.leave.is_set() if closed else self.killed):
@@ -132,7 +136,7 @@ class Run:
         try:
             async for out in self.stream(step, 1_000_000):
                 heard.item(out.token_ids, out.finish_reason)
-        except EngineDeadError:
+        except (EngineAsleepError, EngineDeadError):
             return  # alone in its group, which would wrap it
 
     async def do_abort(self, step: Step) -> None:

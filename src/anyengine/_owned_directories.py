@@ -37,8 +37,9 @@ class OwnedDirectory:
         # lock too; what it executes does not.
         unnamed = self.path / f"{_LOCK}.new"
         self._fd = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        unnamed.rename(self.path / _LOCK)
+        with suppress(OSError):  # a file system without locks: then it has no lock file, and is never taken for left
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unnamed.rename(self.path / _LOCK)
 
     def remove(self) -> None:
         """Remove the directory and all that is in it. Synchronous, idempotent; never raises."""

@@ -23,15 +23,17 @@ pytestmark = pytest.mark.anyio
 @pytest.mark.feature("L43")
 async def test_a_snapshot_names_what_is_held() -> None:
     with anyio.fail_after(10):
-        async with EngineClient(engine=in_loop(step_s=0.05), strict=True) as client:
+        async with EngineClient(engine=in_loop(step_s=1000), strict=True) as client:
             idle = client.debug_snapshot()
             assert (idle.state, idle.requests, idle.utility_calls) == ("ready", (), ())
             assert idle.tasks["Session.drain_outputs"] == 1
             stream = await client.submit([1], SamplingParams(max_tokens=2000), request_id="mine")
+            await anyio.wait_all_tasks_blocked()  # the engine is in its step
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(client.ping)
                 await anyio.wait_all_tasks_blocked()
                 held = client.debug_snapshot()
+                tasks.cancel_scope.cancel()
             assert [name.startswith("'mine' on rank 0 (") for name in held.requests] == [True]
             assert [name.startswith("is_sleeping on rank 0 (") for name in held.utility_calls] == [True]
             await stream.aclose()

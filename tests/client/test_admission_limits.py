@@ -11,6 +11,7 @@ import anyio.lowlevel
 import pytest
 
 from anyengine import (
+    EmbedsPrompt,
     EngineAsleepError,
     EngineClient,
     EngineDeadError,
@@ -266,6 +267,45 @@ async def test_bytes_that_are_not_read_hold_up_or_turn_away_and_aborts_get_throu
     )
 
 
+@pytest.mark.case("K67")
+@pytest.mark.feature("L20")
+async def test_payloads_that_are_being_prepared_count_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred large payloads for an engine that reads nothing: copies are made of no more than the limit holds."""
+    scripted = ScriptedTwin()
+    payload = EmbedsPrompt(prompt_embeds=SimpleNamespace(nbytes=1 << 20, dtype="float32", shape=(256, 1024)))
+    gate, preparing = anyio.Event(), 0
+
+    async def encode(*_: Any) -> Any:
+        nonlocal preparing
+        preparing += 1
+        await gate.wait()
+        preparing -= 1
+        return [1]
+
+    with anyio.fail_after(30):
+        async with EngineClient(engine=scripted.engine, max_unread_bytes=8 << 20) as client:
+            await anext(await client.submit([1], SamplingParams(max_tokens=1)))
+            monkeypatch.setattr(RequestBuilder, "encode", encode)
+
+            async def submit() -> None:
+                stream = client.generate(payload, SamplingParams(max_tokens=1))
+                assert [out async for out in stream][-1].finish_reason == "length"
+
+            async with anyio.create_task_group() as tasks:
+                for _ in range(100):
+                    tasks.start_soon(submit)
+                while client.statistics()["requests_waiting"] < 92:
+                    await anyio.lowlevel.checkpoint()
+                await anyio.wait_all_tasks_blocked()
+                assert preparing == 8
+                with pytest.raises(OverloadedError):
+                    await client.submit(payload, nowait=True)
+                gate.set()
+            assert client.statistics()["requests_waiting"] == client.statistics()["unread_bytes"] == 0
+            assert client._entered_desk().admission.tickets == {}
+    assert len(scripted.received("add")) == 101
+
+
 async def test_a_first_output_tells_that_everything_before_it_was_read() -> None:
     scripted = ScriptedTwin(Script(step_interval_s=0.001))
     with anyio.fail_after(30):
@@ -288,10 +328,10 @@ async def test_nothing_is_sent_behind_a_sleep(call: str, admission: Any, monkeyp
     rng = random.Random(32)
     encode = RequestBuilder.encode
 
-    async def slow(builder: RequestBuilder, prompt: Any) -> Any:
+    async def slow(builder: RequestBuilder, *args: Any) -> Any:
         for _ in range(rng.randrange(60)):
             await anyio.lowlevel.checkpoint()
-        return await encode(builder, prompt)
+        return await encode(builder, *args)
 
     monkeypatch.setattr(RequestBuilder, "encode", slow)
     with anyio.fail_after(30):

@@ -181,9 +181,9 @@ async def test_a_stream_used_by_others_while_its_prompt_is_tokenized(monkeypatch
     """Closed meanwhile, it is never sent; submitted twice, it is sent once."""
     gate, encode = anyio.Event(), RequestBuilder.encode
 
-    async def gated(builder: RequestBuilder, prompt: Any) -> Any:
+    async def gated(builder: RequestBuilder, prompt: Any, *options: Any) -> Any:
         await gate.wait()
-        return await encode(builder, prompt)
+        return await encode(builder, prompt, *options)
 
     monkeypatch.setattr(RequestBuilder, "encode", gated)
     with anyio.fail_after(30):

@@ -21,6 +21,7 @@ from anyengine import (
     RequestStream,
     SamplingParams,
 )
+from anyengine._process.child import ChildProcess, ProcessExit
 from anyengine.testing.toy_runner import expected_tokens
 
 pytestmark = pytest.mark.anyio
@@ -64,9 +65,13 @@ async def test_requests_in_flight_finish_within_the_drain_timeout() -> None:
 @pytest.mark.feature("L15")
 @pytest.mark.case("K11")
 async def test_what_has_not_finished_by_then_ends_with_abort_and_its_output_so_far() -> None:
+    async def one_step_later() -> None:
+        await anyio.sleep(0.02)
+        await client.ping()  # a fence behind the outputs of a step
+
     client = EngineClient(engine=in_loop(step_s=0.01), drain_timeout_s=0.05)
-    with anyio.fail_after(10):
-        results = await leave_with(client, 20, 2000, anyio.lowlevel.checkpoint)
+    with anyio.fail_after(20):
+        results = await leave_with(client, 20, 2000, one_step_later)
     assert len(results) == 20
     for first, (tokens, finish_reason) in results.items():
         assert finish_reason == "abort"
@@ -93,7 +98,7 @@ async def test_new_requests_are_refused_while_it_drains() -> None:
     with anyio.fail_after(30):
         async with anyio.create_task_group() as others:
             async with client:
-                request = client._entered_desk().builder.build([1], SamplingParams(max_tokens=1), None, {})[0]
+                request = client._entered_desk().builder.build([1], SamplingParams(max_tokens=1), None, {})
                 stream = await client.submit([1], SamplingParams(max_tokens=100))
                 others.start_soon(keep_asking)
             assert [t async for out in stream for t in out.token_ids] == expected_tokens([1], 100)
@@ -206,7 +211,7 @@ async def test_the_low_level_client_drains_too() -> None:
                     tokens.extend(output.new_token_ids)
 
     async with EngineClient(engine=in_loop()) as client:
-        request = client._entered_desk().builder.build([3], SamplingParams(max_tokens=10), None, {})[0]
+        request = client._entered_desk().builder.build([3], SamplingParams(max_tokens=10), None, {})
     core = EngineCoreClient(in_loop(step_s=0.005), drain_timeout_s=20)
     with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks, core:
@@ -234,6 +239,32 @@ async def test_an_engine_that_ignores_sigterm_is_killed_and_reported(caplog: pyt
     assert "within 0.2 s" in report.killed[0].why
     assert "left it behind" in report.killed[1].why
     assert [record.levelno for record in caplog.records if record.levelno > logging.INFO] == [logging.WARNING]
+
+
+@pytest.mark.case("K11")
+@pytest.mark.case("K75")
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+async def test_an_engine_that_nothing_can_kill_does_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the hands of a driver, for one: it is abandoned, and the report says so."""
+    monkeypatch.setattr("anyengine._client.closing._KILLED_LIMIT_S", 0.1)
+    monkeypatch.setattr("anyengine._process.child._TEAR_DOWN_S", 0.1)
+    client = EngineCoreClient(misbehaving("ignores_sigterm"), shutdown_grace_s=0.1)
+    kill = ChildProcess.kill
+    with anyio.fail_after(30) as scope:
+        async with client:
+            child = client.session.engines[0].child
+            assert isinstance(child, ChildProcess)
+            monkeypatch.setattr(ChildProcess, "kill", lambda child: None)
+            scope.deadline = anyio.current_time() + 0.1 + 2
+    report = client.shutdown_report
+    assert report is not None and report.killed[0].pid == child.pid
+    assert child.poll() == ProcessExit(child.pid, None, None)
+    assert any("does not end, though it was killed" in record.getMessage() for record in caplog.records)
+    monkeypatch.undo()
+    kill(child)
+    child._popen.wait()
 
 
 async def test_an_orderly_end_reports_nothing_killed() -> None:

@@ -99,7 +99,7 @@ async def test_nobody_has_to_iterate() -> None:
         assert client.statistics()["requests_in_flight"] == 0
         for n, stream in enumerate(streams):
             tokens, _ = await overrun(stream)
-            assert tokens == expected_tokens([n], len(tokens)) and len(tokens) == 4
+            assert tokens == expected_tokens([n], len(tokens)) and 3 <= len(tokens) <= 4
         done = await client.submit([1], SamplingParams(max_tokens=3), inter_token_timeout_s=1)
         await anyio.sleep(200)
         assert (await anext(done)).finish_reason == "length"

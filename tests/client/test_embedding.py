@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import signal
@@ -14,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import psutil
 import pytest
 from engines import RUNNER, toy
 
-from anyengine import EngineClient, SamplingParams
+from anyengine import EmbeddedEngine, EngineClient, EngineDeadError, RequestStream, SamplingParams
 from anyengine.testing.toy_runner import expected_tokens
 
 PROGRAM = """
@@ -136,30 +138,60 @@ def test_the_hosts_own_ctrl_c_handler_runs_and_the_client_drains(backend: str) -
     assert out.split()[1] == "30"
 
 
+def handlers() -> dict[int, Any]:
+    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+
 @pytest.mark.anyio
 @pytest.mark.feature("L38")
+@pytest.mark.case("K39")
 async def test_signal_handlers_are_untouched() -> None:
-    def handlers() -> dict[int, Any]:
-        return {number: signal.getsignal(number) for number in signal.valid_signals()}
-
-    before = handlers()
-    with anyio.fail_after(30):
-        async with EngineClient(engine=toy()) as client:
+    """Neither before, during nor after: those of the loop, and one that the application has set."""
+    starting: list[dict[int, Any]] = []
+    former = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        before = handlers()
+        client = EngineClient(engine=toy(), on_progress=lambda status: starting.append(handlers()))
+        with anyio.fail_after(30):
+            async with client:
+                assert handlers() == before
+                [out async for out in client.generate([1], SamplingParams(max_tokens=3))]
             assert handlers() == before
-            [out async for out in client.generate([1], SamplingParams(max_tokens=3))]
-        assert handlers() == before
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert starting and all(seen == before for seen in starting)
+
+
+LOCKING = """
+import fcntl
+from anyengine.testing import toy_runner
+
+def create_runner(config, report):
+    lock = open("LOCK", "w")
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while another engine has it, as a device would
+    runner = toy_runner.create_runner(config, report)
+    runner.lock = lock
+    return runner
+"""
+
+
+@pytest.fixture
+def exclusive_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EmbeddedEngine:
+    (tmp_path / "locking.py").write_text(LOCKING.replace("LOCK", str(tmp_path / "lock"), 1))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    return EmbeddedEngine(runner="locking:create_runner")
 
 
 @pytest.mark.anyio
 @pytest.mark.case("K15")
-async def test_twenty_times_in_a_row(tmp_path: Path) -> None:
+async def test_twenty_times_in_a_row(exclusive_engine: EmbeddedEngine) -> None:
     """Each engine process is reaped before the next statement, even while outputs and tracebacks are still
-    referenced."""
+    referenced: the next one needs what it held."""
     kept: list[object] = []
-    with anyio.fail_after(60):
+    with anyio.fail_after(120):
         for round_ in range(20):
             try:
-                async with EngineClient(engine=toy()) as client:
+                async with EngineClient(engine=exclusive_engine) as client:
                     pid = client.core.session.engines[0].child.pid
                     kept.append([out async for out in client.generate([round_], SamplingParams(max_tokens=2))])
                     kept.append(await client.submit([1], SamplingParams(max_tokens=1000)))
@@ -167,7 +199,35 @@ async def test_twenty_times_in_a_row(tmp_path: Path) -> None:
                         raise ZeroDivisionError
             except ZeroDivisionError as exc:
                 kept.append(exc)
-            assert not psutil.pid_exists(pid)
+            assert pid is not None and not psutil.pid_exists(pid)
+
+
+@pytest.mark.anyio
+@pytest.mark.case("K07")
+async def test_after_a_fatal_error_a_fresh_client_works_at_once(exclusive_engine: EmbeddedEngine) -> None:
+    """Every pending stream raises within 2 s, and so does every later call; nothing of the first is left."""
+    failing = msgspec.structs.replace(exclusive_engine, runner_options={"fail_at_step": 100, "step_delay_s": 0.01})
+    errors: list[EngineDeadError] = []
+
+    async def consume(stream: RequestStream) -> None:
+        with pytest.raises(EngineDeadError) as caught:
+            [out async for out in stream]
+        errors.append(caught.value)
+
+    with anyio.fail_after(60) as limit:
+        async with EngineClient(engine=failing) as client:
+            async with anyio.create_task_group() as consumers:
+                for n in range(20):
+                    consumers.start_soon(consume, await client.submit([n], SamplingParams(max_tokens=2000)))
+                await client.wait_dead()
+                limit.deadline = anyio.current_time() + 2
+            limit.deadline = anyio.current_time() + 60
+            assert len(errors) == 20
+            with pytest.raises(EngineDeadError):
+                await client.submit([1])
+        async with EngineClient(engine=exclusive_engine) as fresh:
+            tokens = [t async for out in fresh.generate([1], SamplingParams(max_tokens=5)) for t in out.token_ids]
+            assert tokens == expected_tokens([1], 5)
 
 
 @pytest.mark.case("K17")
@@ -202,9 +262,11 @@ def test_a_failing_test_leaves_nothing_for_the_next(pytester: pytest.Pytester) -
     result.stdout.fnmatch_lines(["*assert 1 == 2*"])
 
 
+@pytest.mark.case("K39")
 def test_use_in_a_thread_with_its_own_loop() -> None:
-    """The basic run in a non-main thread, on every loop, one after the other."""
+    """The basic run in a non-main thread, on every loop, one after the other; signals are the main thread's."""
     results: list[list[int]] = []
+    before = handlers()
 
     async def main() -> None:
         with anyio.fail_after(30):
@@ -220,7 +282,44 @@ def test_use_in_a_thread_with_its_own_loop() -> None:
         thread.start()
         thread.join(30)
         assert not thread.is_alive()
+        assert handlers() == before
     assert results == [expected_tokens([3], 5)] * 3
+
+
+@pytest.mark.case("K40")
+def test_cells_of_a_notebook_need_no_patch_of_its_loop() -> None:
+    """A kernel's loop runs already, with tasks of its own, and runs one cell after the other, each with a top-level
+    await."""
+    cells = [
+        """
+        async with EngineClient(engine=EmbeddedEngine(runner=RUNNER, in_process=True)) as client:
+            first = [t async for out in client.generate([3], SamplingParams(max_tokens=5)) for t in out.token_ids]
+        """,
+        """
+        client = EngineClient(engine=EmbeddedEngine(runner=RUNNER))
+        async with client, client.generate([4], SamplingParams(max_tokens=5)) as stream:
+            second = [t async for out in stream for t in out.token_ids]
+        """,
+    ]
+    names: dict[str, Any] = {
+        "EngineClient": EngineClient,
+        "EmbeddedEngine": EmbeddedEngine,
+        "SamplingParams": SamplingParams,
+        "RUNNER": RUNNER,
+    }
+
+    async def kernel() -> None:
+        async with anyio.create_task_group() as own:
+            own.start_soon(anyio.sleep_forever)
+            for cell in cells:
+                flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+                code = compile(textwrap.dedent(cell), "<cell>", "exec", flags=flags)
+                with anyio.fail_after(30):
+                    await eval(code, names)
+            own.cancel_scope.cancel()
+
+    anyio.run(kernel)
+    assert (names["first"], names["second"]) == (expected_tokens([3], 5), expected_tokens([4], 5))
 
 
 def test_one_client_object_in_successive_runs_of_different_backends() -> None:
@@ -236,6 +335,8 @@ def test_one_client_object_in_successive_runs_of_different_backends() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.feature("L23")
+@pytest.mark.case("K42")
 async def test_two_clients_nested_and_concurrent() -> None:
     with anyio.fail_after(30):
         async with EngineClient(engine=toy()) as outer:
@@ -249,10 +350,66 @@ async def test_two_clients_nested_and_concurrent() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.feature("L23")
+@pytest.mark.case("K42")
+async def test_concurrent_clients_share_nothing() -> None:
+    """Different models, each with its own addresses, ids and counters; a death is one client's."""
+
+    async def live(vocab_size: int, dies: bool) -> None:
+        engine = toy(vocab_size=vocab_size, step_delay_s=0.002)
+        async with EngineClient(engine=engine) as client:
+            entered[vocab_size] = client
+            if len(entered) == 3:
+                everybody.set()
+            await everybody.wait()
+            endless = await client.submit([2], SamplingParams(max_tokens=2000), request_id="same label")
+            if dies:
+                await anext(endless)
+                os.kill(client.core.session.engines[0].child.pid, signal.SIGKILL)
+                with pytest.raises(EngineDeadError):
+                    [out async for out in endless]
+                return
+            await entered[50].wait_dead()
+            tokens = [t async for out in client.generate([1], SamplingParams(max_tokens=9)) for t in out.token_ids]
+            assert tokens == expected_tokens([1], 9, vocab_size=vocab_size)
+            assert client.statistics()["requests_in_flight"] == 1
+            await client.abort("same label")
+
+    entered: dict[int, EngineClient] = {}
+    everybody = anyio.Event()
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as clients:
+            for vocab_size in (50, 500, 900):
+                clients.start_soon(live, vocab_size, vocab_size == 50)
+    sessions = [client.core.session for client in entered.values()]
+    assert len({session.endpoints.input_address for session in sessions}) == 3
+    assert len({session.connection.utilities.prefix for session in sessions}) == 3
+
+
+@pytest.mark.feature("L39")
+def test_under_pytest_xdist(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        f"""
+        import pytest
+        from anyengine import EmbeddedEngine, EngineClient, SamplingParams
+
+        @pytest.mark.anyio
+        @pytest.mark.parametrize("in_process", [False, True])
+        async def test_generates(in_process):
+            async with EngineClient(engine=EmbeddedEngine(runner={RUNNER!r}, in_process=in_process)) as client:
+                assert len([out async for out in client.generate([1], SamplingParams(max_tokens=3))]) > 0
+        """
+    )
+    result = pytester.runpytest_subprocess("-n", "2", "-p", "anyio", "-p", "no:cacheprovider", timeout=60)
+    result.assert_outcomes(passed=4)  # asyncio and trio
+
+
+@pytest.mark.anyio
 async def test_a_clean_exit_makes_no_noise(caplog: pytest.LogCaptureFixture) -> None:
     with anyio.fail_after(60):
         for _ in range(10):
             async with EngineClient(engine=toy(step_delay_s=0.001)) as client:
                 streams = [await client.submit([n], SamplingParams(max_tokens=1000)) for n in range(5)]
             assert [out.finish_reason async for out in streams[0]][-1] == "abort"
-    assert [record for record in caplog.records if record.levelname not in ("DEBUG", "INFO")] == []
+    loud = [record for record in caplog.records if record.levelname not in ("DEBUG", "INFO")]
+    assert [record for record in loud if record.name != "asyncio"] == []  # which tells of a slow machine

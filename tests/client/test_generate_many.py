@@ -101,7 +101,7 @@ async def leave_by_aclose(group: Any) -> None:
 async def leave_by_cancellation(group: Any) -> None:
     with anyio.CancelScope() as scope:
         async for _ in group:
-            if len(group._states) == 5:
+            if len(group._sent) == 5:
                 scope.cancel()
 
 
@@ -142,6 +142,32 @@ async def test_one_abort_for_exactly_what_has_not_ended(leave: Callable[[Any], A
             assert sorted(aborted) == sorted(ids[3:])
     assert len(scripted.received("abort")) == 1
     assert scripted.scheduled() == ids[:5]  # not one more, although there is room now
+
+
+@pytest.mark.case("K28")
+@pytest.mark.feature("L10")
+@pytest.mark.parametrize("how", ["stream", "label", "leave"])
+async def test_one_abort_for_the_completions_that_have_not_ended(how: str) -> None:
+    """n=8, of which three finish, two run and three are queued."""
+    rules = (*(RequestRule(nth=n, after_tokens=2) for n in range(1, 4)), RequestRule(silent=True))
+    scripted = ScriptedTwin(Script(max_running=2, requests=rules))
+    with anyio.fail_after(30):
+        async with EngineClient(engine=scripted.engine, max_num_queued_reqs=8) as client:
+            async with client.generate([1], SamplingParams(max_tokens=100, n=8), request_id="x") as stream:
+                while client.statistics()["requests_in_flight"] > 5 or stream.wire_id is None:
+                    await anext(stream)
+                with pytest.raises(OverloadedError):
+                    client.check_admission(4)
+                client.check_admission(3)
+                unfinished = stream.wire_ids[3:]
+                if how == "stream":
+                    assert await client.abort(stream) == unfinished
+                elif how == "label":
+                    assert await client.abort("x") == unfinished
+            await client.ping()
+            client.check_admission(8)
+    assert scripted.received("abort") == [list(unfinished)]
+    assert scripted.scheduled() == [add[0] for add in scripted.received("add")][:5]
 
 
 async def test_what_was_not_sent_is_never_sent() -> None:

@@ -118,7 +118,6 @@ def test_nor_do_several_of_them_or_those_of_a_worker_process(
 
 @pytest.mark.case("K14")
 @pytest.mark.case("K10")
-@pytest.mark.case("K07")
 def test_the_next_client_starts_and_finds_nothing_of_the_former(tmp_path: Path, private_temp_dir: Path) -> None:
     async def main() -> list[int]:
         with anyio.fail_after(30):

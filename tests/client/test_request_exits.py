@@ -47,9 +47,9 @@ async def test_cancelled_before_its_first_output_at_every_turn(monkeypatch: pyte
     scripted = ScriptedTwin(Script(step_interval_s=0.002, requests=(RequestRule(first_token=5, silent=True),)))
     encode = RequestBuilder.encode
 
-    async def slow(builder: RequestBuilder, prompt: Any) -> Any:
+    async def slow(builder: RequestBuilder, *args: Any) -> Any:
         await anyio.lowlevel.checkpoint()
-        return await encode(builder, prompt)
+        return await encode(builder, *args)
 
     monkeypatch.setattr(RequestBuilder, "encode", slow)
     sent = set()
@@ -372,7 +372,8 @@ async def test_trouble_with_one_of_64_is_its_own(where: str, monkeypatch: pytest
             async def consume(n: int) -> None:
                 stream = await client.submit([n], SamplingParams(max_tokens=20), request_id=f"r{n}")
                 if where == "text" and n == 7:
-                    stream._detokenizer = Failing()  # type: ignore[assignment]
+                    assert stream._completions is not None
+                    stream._completions._all[0]._detokenizer = Failing()  # type: ignore[assignment]
                 try:
                     results[n] = [token async for out in stream for token in out.token_ids]
                 except OutputProcessingError as exc:

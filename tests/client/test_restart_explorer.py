@@ -141,3 +141,19 @@ async def test_of_three_ranks_each_is_started_again_for_itself() -> None:
             assert client.ranks == (0, 1, 2)
             assert all(is_continuous([first, first + 1], tokens) for first, tokens in found.items())
             assert [one.starts for one in dying] == [2, 2, 2] and client.statistics()["restarts"] == 3
+
+
+async def test_a_client_that_is_left_finishes_what_is_being_replayed() -> None:
+    """It is in flight, although no engine has it: draining waits for it, and nothing new is taken meanwhile."""
+    engine = Incarnations(Script(faults=(Fault(do="kill", direction="out", nth=6),)), Script(step_interval_s=0.01))
+    found: dict[int, list[int]] = {}
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as consumers:
+            async with EngineClient(engine=engine.engine, restart=REPLAY, drain_timeout_s=15) as client:
+                consumers.start_soon(answer, client, [3, 4], found)
+                async for event in client.events():
+                    if event.state is ClientState.RESTARTING:
+                        break
+        report = client.shutdown_report
+    assert len(found[3]) == 4 and is_continuous([3, 4], found[3])
+    assert report is not None and (report.in_flight_requests, report.aborted_requests) == (1, 0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -24,6 +26,7 @@ from anyengine import (
     RestartPolicy,
     SamplingParams,
 )
+from anyengine._process.launch import launch_engine
 from anyengine._wire import WireSamplingParams
 from anyengine.testing.toy_runner import expected_tokens
 
@@ -228,3 +231,23 @@ async def test_who_hears_late_of_a_death_takes_nothing_from_the_successor() -> N
                     break
             assert received["kept"] == expected_tokens([9], 3) and errors == {"lost": "engine_dead"}
             assert core.statistics()["requests_in_flight"] == 0
+
+
+async def test_a_process_that_cannot_be_made_is_one_more_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No room for it in the system: that may pass, and is no failure of our own."""
+    tried = 0
+
+    def no_room(*args: Any, **kwargs: Any) -> Any:
+        nonlocal tried
+        tried += 1
+        if tried == 1:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return launch_engine(*args, **kwargs)
+
+    with anyio.fail_after(30):
+        async with EngineClient(engine=toy(), restart=SOON) as client:
+            monkeypatch.setattr("anyengine._client.startup.launch_engine", no_room)
+            os.kill(pid_of(client.core), signal.SIGKILL)
+            await until(client, RankState.RESTARTING)
+            assert await tokens(client, [9]) == expected_tokens([9], 5)
+            assert tried == 2

@@ -25,6 +25,8 @@ from anyengine import (
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.feature("L03")
+@pytest.mark.case("K33")
 @pytest.mark.parametrize("stage", ["before_hello", "after_hello", "after_init", "before_ready"])
 @pytest.mark.parametrize(("code", "exit_code", "signal"), [("3", 3, None), ("kill", None, "SIGKILL")])
 async def test_death_during_start_up(stage: str, code: str, exit_code: int | None, signal: str | None) -> None:

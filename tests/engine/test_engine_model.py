@@ -7,6 +7,7 @@ all at once, for every way that attention is computed.
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import transformers
 from reference_generation import assert_agrees, reference_of
 from tiny_models import VOCAB_SIZE, make_tiny_model, open_runner
 
-from anyengine._wire import EngineCoreRequest, WireSamplingParams
+from anyengine._wire import EngineCoreRequest, FinishReason, WirePoolingParams, WireSamplingParams
 from anyengine.config import EmbeddedEngine
 from anyengine.engine.core.engine_core import EngineCore
+from anyengine.engine.core.validation import check_request
 from anyengine.engine.runner.model_runner import TransformersRunner
 from anyengine.engine.runner.paged_cache import LayerShape, PagedCache
 
@@ -69,6 +71,44 @@ def test_greedy_ids_equal_generate_in_spite_of_the_scheduler(architecture: str, 
             f"{architecture}, prompt {index}", tokens[str(index)], reference_of(model, prompt, MAX_TOKENS)
         )
         print(note or "")
+
+
+@pytest.mark.feature("R50")
+@pytest.mark.parametrize("architecture", ["qwen2", "gpt_neox"])
+def test_embeddings_are_the_last_hidden_state(architecture: str, tmp_path: Path) -> None:
+    """Beside requests that generate, in chunks, with beginnings in common."""
+    model_dir = make_tiny_model(architecture, tmp_path / architecture)
+    engine = open_core(model_dir, num_blocks=60, max_num_batched_tokens=24)
+    assert engine.utility("get_supported_tasks", []) == ["generate", "embed"]
+    shapes: dict[str, dict[str, Any]] = {"plain": {}, "raw": {"use_activation": False}, "short": {"dimensions": 8}}
+    for index, prompt in enumerate(PROMPTS[:4]):
+        for name, params in shapes.items():
+            pooling = WirePoolingParams(task="embed", **params)
+            engine.add(EngineCoreRequest(f"{name} {index}", prompt, pooling_params=pooling))
+        engine.add(EngineCoreRequest(str(index), prompt, sampling_params=WireSamplingParams(max_tokens=5)))
+    found: dict[str, torch.Tensor] = {}
+    while engine.has_work():
+        for _, output in engine.step():
+            if output.pooling_output is not None:
+                assert (output.finish_reason, output.new_token_ids) == (FinishReason.STOP, [])
+                found[output.request_id] = torch.frombuffer(bytearray(output.pooling_output.data), dtype=torch.float32)
+    model = transformers.AutoModel.from_pretrained(model_dir, dtype="float32")
+    for index, prompt in enumerate(PROMPTS[:4]):
+        with torch.no_grad():
+            state = model(input_ids=torch.tensor([prompt])).last_hidden_state[0, -1]
+        expected = {"plain": state / state.norm(), "raw": state, "short": state[:8] / state[:8].norm()}
+        for name, vector in expected.items():
+            torch.testing.assert_close(found[f"{name} {index}"], vector, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [({"task": "classify"}, "task='classify'"), ({"task": "embed", "dimensions": 33}, "dimensions=33.*1 to 32")],
+)
+def test_pooling_that_it_cannot_do_is_refused(params: dict[str, Any], named: str) -> None:
+    request = EngineCoreRequest("a", [1], pooling_params=WirePoolingParams(**params))
+    refusal = check_request(request, vocab_size=9, max_model_len=9, pooling_tasks=("embed",), embedding_size=32)
+    assert isinstance(refusal, str) and re.search(named, refusal)
 
 
 def test_a_block_counts_the_bytes_that_it_takes(tmp_path: Path) -> None:

@@ -75,3 +75,18 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     assert remove_leftovers(tmp_path) == []
     assert sorted(tmp_path.iterdir()) == before
     assert remove_leftovers(tmp_path / "nowhere") == []
+
+
+def test_where_files_cannot_be_locked_nothing_is_taken_for_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*args: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    mine = OwnedDirectory(tmp_path)
+    monkeypatch.undo()
+    assert remove_leftovers(tmp_path) == []
+    assert mine.path.is_dir()
+    mine.remove()
+    assert list(tmp_path.iterdir()) == []

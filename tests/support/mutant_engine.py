@@ -5,6 +5,7 @@ The utility call ``mutate`` chooses a fault of ``mutations.py`` (``""``: none).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -31,9 +32,9 @@ active = ""
 
 
 def _hook_traffic() -> None:
-    decode, send, encode = io_threads.InputThread._decode, io_threads.OutputThread.send, io_threads.OutputThread._encode
+    decode, send, encode = io_threads.decode_command, io_threads.OutputThread.send, io_threads.encode_outputs
 
-    def decode_input(self: Any, frames: list[bytes], input_index: int) -> Any:
+    def decode_input(dialect: Any, frames: list[bytes], *, input_index: int) -> Any:
         if active in INCOMING:
             try:
                 raw = msgspec.msgpack.decode(frames[1])
@@ -43,24 +44,24 @@ def _hook_traffic() -> None:
             if changed is None:
                 changed = [b"\x01", b"\x90"]  # an abort of nobody
             frames = changed
-        return decode(self, frames, input_index)
+        return decode(dialect, frames, input_index=input_index)
 
     def send_output(self: Any, client: int, message: Message, *, method: str = "") -> None:
         outgoing = OUTGOING.get(active, lambda client, message: None)(client, message)
         for target, item in [(client, message)] if outgoing is None else outgoing:
             send(self, target, item, method=method)
 
-    def encode_frames(self: Any, message: Message, method: str) -> list[Any]:
-        frames = encode(self, message, method)
+    def encode_frames(dialect: Any, message: Message, method: str) -> list[Any]:
+        frames = encode(dialect, message, method)
         if active == "surplus frame":
             return [*frames, b"surplus"]
         if active in FRAMES:
             return [msgspec.msgpack.encode(FRAMES[active](msgspec.msgpack.decode(frames[0]))), *frames[1:]]
         return frames
 
-    io_threads.InputThread._decode = decode_input  # type: ignore[method-assign]
+    io_threads.decode_command = decode_input
     io_threads.OutputThread.send = send_output  # type: ignore[method-assign]
-    io_threads.OutputThread._encode = encode_frames  # type: ignore[method-assign]
+    io_threads.encode_outputs = encode_frames
 
 
 def _hook_core() -> None:
@@ -90,7 +91,7 @@ def _hook_core() -> None:
         elif active == "aborts end the batch" and any(request_id in self._live for request_id in request_ids):
             self.abort_all()
         elif active == "waiting is not aborted":
-            abort(self, [i for i in request_ids if i not in self._live or self._live[i].started])
+            abort(self, [i for i in request_ids if i not in self._live or self._live[i].scheduled])
         else:
             abort(self, request_ids)
 
@@ -163,18 +164,25 @@ def _registers(*, twice: bool) -> None:
 
 def _on_malformed(how: str) -> None:
     """Deaf: the input thread ends. Dead: the main loop raises."""
-    decode = io_threads.InputThread._decode
+    decode, work = io_threads.decode_command, io_threads.InputThread._work
 
-    def decode_or_end(self: Any, frames: list[bytes], input_index: int) -> Any:
-        command = decode(self, frames, input_index)
+    class Deaf(BaseException):
+        pass
+
+    def decode_or_end(dialect: Any, frames: list[bytes], *, input_index: int) -> Any:
+        command = decode(dialect, frames, input_index=input_index)
         if isinstance(command, Malformed) and how == "dead":
             return io_threads.ThreadFailed(RuntimeError("malformed input"))
         if isinstance(command, Malformed):
-            self._commands = type("Nowhere", (), {"put": lambda self, item: None})()
-            raise RuntimeError("malformed input")
+            raise Deaf
         return command
 
-    io_threads.InputThread._decode = decode_or_end  # type: ignore[method-assign]
+    def work_until_deaf(self: Any, sockets: list[Any]) -> None:
+        with contextlib.suppress(Deaf):
+            work(self, sockets)
+
+    io_threads.decode_command = decode_or_end
+    io_threads.InputThread._work = work_until_deaf  # type: ignore[method-assign]
 
 
 def _mute_on_bad_client() -> None:

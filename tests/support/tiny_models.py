@@ -12,7 +12,7 @@ import transformers
 
 from anyengine._wire import WireSamplingParams
 from anyengine.config import EmbeddedEngine
-from anyengine.engine.interfaces import ModelRunner, ScheduledSequence, SequenceState
+from anyengine.engine.interfaces import ModelRunner, SampledToken, ScheduledSequence, SequenceState
 from anyengine.engine.runner.model_runner import create_runner
 
 # Progress bars start a thread, which the leak checks would find.
@@ -104,6 +104,7 @@ def advance(runner: ModelRunner, seqs: Sequence[SequenceState], chunk_tokens: in
         item.seq.num_computed_tokens += item.num_new_tokens
         assert (token is None) == (item.seq.num_computed_tokens < item.seq.num_tokens)
         if token is not None:
+            assert isinstance(token, SampledToken)
             item.seq.output_token_ids.append(token.token_id)
 
 

@@ -48,7 +48,7 @@ TRAFFIC = {
     "no eos": "STP-02 STP-05",
     "stop reason with length": "STP-01 STP-03",
     "no stop ids": "STP-04 STP-06",
-    "no stop reason": "STP-04 STP-06",
+    "no stop reason": "STP-04 STP-06 STP-09",
     "stop token left out": "STP-02 STP-04 STP-05 STP-06",
     "no min_tokens": "STP-07 STP-08",
     "seeds add up": "SMP-01 SMP-02",

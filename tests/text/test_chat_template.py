@@ -79,6 +79,39 @@ def test_renders_as_transformers_does(template: str, messages: list[dict[str, An
     assert tokenizer_with(template).render_chat(messages, **variables) == expected
 
 
+@pytest.mark.feature("R51")
+@pytest.mark.parametrize("template", [CHATML, STRICT])
+@pytest.mark.parametrize("content", ["The capital is", "It is  ", "a\nb"])
+def test_a_last_message_is_continued_as_in_transformers(template: str, content: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    reference = PreTrainedTokenizerFast(tokenizer_object=byte_level(), bos_token="<s>", eos_token="</s>")
+    messages = [USER, {"role": "assistant", "content": content}]
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    expected = reference.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
+    assert tokenizer_with(template).render_chat(messages, **options) == expected
+    with pytest.raises(RequestRejected, match="contradict"):
+        tokenizer_with(template).render_chat(messages, continue_final_message=True)
+    for nothing in ([], [{"role": "user", "content": None}]):
+        with pytest.raises(RequestRejected):
+            tokenizer_with(template).render_chat(nothing, **options)
+    with pytest.raises(RequestRejected, match="leaves the last message out"):
+        tokenizer_with("nothing").render_chat(messages, **options)
+
+
+@pytest.mark.feature("R51")
+def test_contents_in_parts_are_what_the_template_reads() -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}]
+    as_text = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    as_parts = "{% for m in messages %}{% for c in m['content'] %}<{{ c.type }}:{{ c.text }}>{% endfor %}{% endfor %}"
+    assert tokenizer_with(as_text).render_chat(parts) == "a\nb"
+    assert tokenizer_with(as_parts).render_chat(parts) == "<text:a><text:b>"
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    assert tokenizer_with(as_parts).render_chat(parts, **options) == "<text:a><text:b"
+    with pytest.raises(RequestRejected, match="image"):
+        tokenizer_with(as_parts).render_chat([{"role": "user", "content": [{"type": "image"}]}])
+
+
 def test_encoding_a_chat_adds_no_special_tokens_of_its_own(tmp_path: Path) -> None:
     write_model(tmp_path, chat_template=CHATML)
     tokenizer = Tokenizer.from_directory(tmp_path)

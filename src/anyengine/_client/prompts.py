@@ -16,7 +16,7 @@ from anyengine._protocol import EngineLimits, check_prompt, check_prompt_length
 from anyengine._wire import Tensor
 from anyengine.exceptions import EncodeError, RequestRejected
 
-__all__ = ["Embeddings", "EmbedsPrompt", "Prompt", "is_embeddings", "take_embeddings"]
+__all__ = ["Embeddings", "EmbedsPrompt", "Prompt", "embeddings_bytes", "is_embeddings", "take_embeddings"]
 
 
 class EmbedsPrompt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -71,6 +71,12 @@ def is_embeddings(prompt: Prompt) -> bool:
     return isinstance(prompt, EmbedsPrompt | Tensor) or (
         hasattr(prompt, "dtype") and len(getattr(prompt, "shape", ())) > 1
     )
+
+
+def embeddings_bytes(prompt: Prompt) -> int:
+    """How much memory a copy of ``prompt`` takes, if it is embeddings; 0 if not."""
+    size_bytes: int = getattr(getattr(prompt, "prompt_embeds", prompt), "nbytes", 0)
+    return size_bytes
 
 
 def take_embeddings(prompt: Prompt) -> Embeddings:

@@ -32,7 +32,7 @@ from anyengine.params import PoolingParams, SamplingParams
 
 from .model_files import ModelFiles
 from .pooling_checks import POOLING_TASKS, settle_pooling
-from .prompts import Embeddings, Prompt, is_embeddings, take_embeddings
+from .prompts import Embeddings, Prompt, embeddings_bytes, is_embeddings, take_embeddings
 from .request_fields import RequestFields, check_fields
 from .sampling_checks import check_sampling
 from .text_prompts import Tokenization, is_text, num_chars, tokenize, without_dictionary
@@ -98,7 +98,7 @@ class RequestBuilder:
         Cancellation: returns at once; a worker thread's result is discarded.
         """
         if is_embeddings(prompt):
-            if getattr(getattr(prompt, "prompt_embeds", prompt), "nbytes", 0) <= _INLINE_COPY_BYTES:
+            if embeddings_bytes(prompt) <= _INLINE_COPY_BYTES:
                 return take_embeddings(prompt)
             return await self._in_thread(take_embeddings, prompt)
         tokenization = Tokenization.of(options)

@@ -95,12 +95,12 @@ class RequestControl:
         self._core.usable_session()
         desk = self._entered_desk()
         for stream in streams:
-            if stream.wire_id is None:
+            if not stream.wire_ids:
                 stream.abort()
         for ticket in list(desk.admission.tickets):
             if ticket.label in labels:
                 ticket.abort()
-        labels.update(stream.wire_id for stream in streams if stream.wire_id is not None)
+        labels.update(wire_id for stream in streams for wire_id in stream.wire_ids)
         return await self._abort(
             [state for state in desk.live() if state.label in labels or state.wire_id in labels], timeout_s
         )

@@ -34,7 +34,7 @@ from .engine_limits import common_limits
 from .fan_out import ChildParker, Completions, children_of
 from .fences import Patience
 from .output_processor import OutputProcessor
-from .prompts import Embeddings, Prompt
+from .prompts import Embeddings, Prompt, embeddings_bytes
 from .readiness import EngineReadiness
 from .refusals import in_users_words
 from .request_builder import RequestBuilder
@@ -88,7 +88,7 @@ class RequestDesk:
 
     def ticket(self, prompt: Prompt, label: str | None, *, num_seqs: int = 1, nowait: bool = False) -> Ticket:
         """A ticket for a request with ``prompt``; whoever asks for it closes it."""
-        size_bytes = len(prompt) if isinstance(prompt, str) else getattr(prompt, "nbytes", 0)
+        size_bytes = len(prompt) if isinstance(prompt, str) else embeddings_bytes(prompt)
         return self.admission.ticket(label, num_seqs=num_seqs, size_bytes=size_bytes, nowait=nowait)
 
     async def prepare(

@@ -91,6 +91,11 @@ class RequestStream:
         return None if self._completions is None else self._completions.states[0].wire_id
 
     @property
+    def wire_ids(self) -> tuple[str, ...]:
+        """:attr:`wire_id` of each of its completions; none before the request is sent."""
+        return () if self._completions is None else tuple(state.wire_id for state in self._completions.states)
+
+    @property
     def lag(self) -> int:
         """How many tokens have arrived and have not been taken: how far the consumer is behind. They wait in one
         merged piece."""

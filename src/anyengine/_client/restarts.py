@@ -31,7 +31,7 @@ __all__ = ["Restarts"]
 
 _logger = logging.getLogger("anyengine.client")
 
-_SETTLE_S = 5.0  # for libzmq, to notice that a process which has ended is gone
+_SETTLE_S = 5.0  # for the kernel to end a killed process; and for libzmq to notice that it is gone
 
 
 class Restarts:
@@ -193,17 +193,16 @@ class Restarts:
         with anyio.move_on_after(session.settings.shutdown_grace_s):
             await session.wait_unwatched(engine)
         engine.child.kill()
-        await session.wait_unwatched(engine)
+        with anyio.move_on_after(_SETTLE_S) as limit:
+            await session.wait_unwatched(engine)
+        if limit.cancelled_caught:
+            raise _not_cleared(rank, "its process was killed, and does not end")
         await engine.see_off()
         engine.child.reap()
         with anyio.move_on_after(_SETTLE_S) as limit:
             await session.liveness.links_settled()
         if limit.cancelled_caught:
-            raise EngineStartupError(
-                f"engine {rank} cannot be started again: its process has ended, and somebody holds its connections",
-                rank=rank,
-                stage="clearing",
-            )
+            raise _not_cleared(rank, "its process has ended, and somebody holds its connections")
         await session.burials.read_to_the_end()
         await self._reception.clear()
 
@@ -266,6 +265,10 @@ class Restarts:
         engine = session.engines[rank]
         if isinstance(engine, SupervisedEngine) and engine.child.exited.is_set():
             session.burials.bury(rank)  # it died a moment ago, when nobody took that for a death
+
+
+def _not_cleared(rank: int, why: str) -> EngineStartupError:
+    return EngineStartupError(f"engine {rank} cannot be started again: {why}", rank=rank, stage="clearing")
 
 
 def _chance() -> float:

@@ -185,8 +185,8 @@ class Session:
 
     def abort_live(self) -> None:
         """Abort every request in flight, and tell its consumer. Synchronous; an engine that is gone is
-        no error."""
-        if self.cause is None and self.is_connected:
+        no error. Also when the session has ended: a task of its own may have noticed first that the block is left."""
+        if self.is_connected:
             for rank, frames in self.connection.abort([*self.connection.requests.live]):
                 with suppress(PeerUnreachable):
                     self.endpoints.inputs.send_nowait([engine_identity(rank), *frames])

@@ -98,6 +98,7 @@ def _measure(
             walls_s = [answer["wall_s"] for answer in answers]
             rate = num_seqs * bench.output_tokens / statistics.median(walls_s)
             cpu_s = statistics.median(answer["cpu_s"] for answer in answers)
+            progress.write(f"{dtype}, {num_seqs} sequences: {name} {rate:.1f} tokens/s, {cpu_s:.1f} CPU s\n")
             yield Measurement(name, dtype, num_seqs, rate, cpu_s, walls_s)
 
 

@@ -18,10 +18,12 @@ from anyengine._wire import (
     LogprobsLists,
     LogprobsTensors,
     SchedulerStats,
+    Tensor,
+    WirePoolingParams,
     WireSamplingParams,
 )
 
-__all__ = ["Engine", "ModelRunner", "SampledToken", "ScheduledSequence", "SequenceState"]
+__all__ = ["Engine", "ModelRunner", "PooledPrompt", "SampledToken", "ScheduledSequence", "SequenceState"]
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +45,8 @@ class SequenceState:
     num_cached_tokens: int = 0
     """Prompt tokens that were in the cache when it joined the batch for the first time."""
     num_preemptions: int = 0
+    pooling: WirePoolingParams | None = None
+    """What is wanted of the prompt instead of a token after it."""
 
     @property
     def num_tokens(self) -> int:
@@ -78,6 +82,12 @@ class SampledToken(NamedTuple):
     """With the first token only."""
 
 
+class PooledPrompt(NamedTuple):
+    """What the step that completes a prompt yields for a pooling request."""
+
+    data: Tensor
+
+
 class ModelRunner(Protocol):
     """Runs the model for whole steps. Synchronous, one thread. Sampling included."""
 
@@ -87,6 +97,8 @@ class ModelRunner(Protocol):
     eos_token_ids: tuple[int, ...]
     num_kv_blocks: int  # enough for one sequence of max_model_len
     kv_block_tokens: int
+    pooling_tasks: tuple[str, ...]  # what it computes of prompts: "embed"
+    embedding_size: int
 
     def start(self, seq: SequenceState) -> None:
         """Take ``seq`` in, before it waits for its turn: sampler state and the like. An exception (a sampling
@@ -95,8 +107,9 @@ class ModelRunner(Protocol):
     def finish(self, request_id: str) -> None:
         """Release everything held for it. Unknown ids are ignored."""
 
-    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
-        """Run one step; a sampled token for each entry, in order (``None``: its prompt is not complete yet).
+    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[SampledToken | PooledPrompt | None]:
+        """Run one step; a sampled token for each entry, in order (``None``: its prompt is not complete yet), or what a
+        pooling request wants.
 
         Keys and values of the new tokens go to, and those of the ``num_computed_tokens`` before them are in, the
         blocks that ``seq.block_ids`` names. Other sequences may have some of these too, and only read them. A

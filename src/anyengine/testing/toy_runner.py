@@ -22,7 +22,7 @@ import msgspec
 
 from anyengine._process.status import Status
 from anyengine.config import EmbeddedEngine
-from anyengine.engine.interfaces import ModelRunner, SampledToken, ScheduledSequence, SequenceState
+from anyengine.engine.interfaces import ModelRunner, PooledPrompt, SampledToken, ScheduledSequence, SequenceState
 
 __all__ = ["ToyOptions", "ToyRunner", "create_runner", "expected_tokens", "next_token"]
 
@@ -69,6 +69,8 @@ class ToyRunner:
     """Implements :class:`~anyengine.engine.interfaces.ModelRunner`, and checks that it is used as agreed."""
 
     dtype = "float32"
+    pooling_tasks: tuple[str, ...] = ()
+    embedding_size = 0
 
     def __init__(self, options: ToyOptions, *, seed: int, max_model_len: int) -> None:
         self.vocab_size: int = options.vocab_size
@@ -94,7 +96,7 @@ class ToyRunner:
     def finish(self, request_id: str) -> None:
         self._digests.pop(request_id, None)
 
-    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
+    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[SampledToken | PooledPrompt | None]:
         self._num_steps += 1
         if self._options.step_delay_s:
             time.sleep(self._options.step_delay_s)

@@ -27,10 +27,12 @@ class EngineControls:
         abort_all: Callable[[], None],
         clear_prefixes: Callable[..., bool],
         statistics: Callable[[], dict[str, int]],
+        tasks: Sequence[str],
     ) -> None:
         self._gate = gate
         self._abort_all = abort_all
         self._clear_prefixes = clear_prefixes
+        self._tasks = tasks
         self.weight_version: str = "default"  # vLLM's first one, too
         """A name for the weights, which outputs carry. Whoever changes weights sets it."""
         self._table = UtilityTable(
@@ -68,7 +70,7 @@ class EngineControls:
     # Tasks and caches.
 
     def _get_supported_tasks(self) -> list[str]:
-        return ["generate"]
+        return list(self._tasks)
 
     def _accept(self) -> None:
         """Nothing is kept that would have to be reset, and no rank waits for another."""

@@ -31,7 +31,7 @@ from anyengine.engine.core.scheduler import Scheduler
 from anyengine.engine.core.statistics import EngineStatistics
 from anyengine.engine.core.stopping import Stop, check_stop
 from anyengine.engine.core.validation import check_request
-from anyengine.engine.interfaces import ModelRunner, SampledToken, ScheduledSequence, SequenceState
+from anyengine.engine.interfaces import ModelRunner, PooledPrompt, SampledToken, ScheduledSequence, SequenceState
 
 __all__ = ["DIALECT_VERSION", "EngineCore"]
 
@@ -99,6 +99,7 @@ class EngineCore:
             self._gate,
             abort_all=self.abort_all,
             clear_prefixes=self._clear_prefixes,
+            tasks=("generate", *runner.pooling_tasks),
             statistics=self._get_engine_statistics,
         )
 
@@ -133,7 +134,13 @@ class EngineCore:
             paused = EngineRequestError("engine_paused", "generation is paused", retryable=True)
             self._fail(client_index, request_id, paused)
             return
-        checked = check_request(request, vocab_size=self._runner.vocab_size, max_model_len=self._runner.max_model_len)
+        checked = check_request(
+            request,
+            vocab_size=self._runner.vocab_size,
+            max_model_len=self._runner.max_model_len,
+            pooling_tasks=self._runner.pooling_tasks,
+            embedding_size=self._runner.embedding_size,
+        )
         if isinstance(checked, str):
             self.refuse(client_index, request_id, checked)
             return
@@ -147,6 +154,7 @@ class EngineCore:
             priority=request.priority,
             arrival_order=self._statistics.adds_received,
             cache_key=(request.cache_salt or "").encode(),
+            pooling=request.pooling_params,
         )
         try:
             self._runner.start(seq)
@@ -257,8 +265,16 @@ class EngineCore:
             self._cache.publish(seq)
             if token is not None:
                 live = self._live[seq.request_id]
-                outputs.append((live.client_index, self._take_token(live, token)))
+                take = self._take_pooled if isinstance(token, PooledPrompt) else self._take_token
+                outputs.append((live.client_index, take(live, token)))  # type: ignore[arg-type]  # the one that it takes
         return outputs
+
+    def _take_pooled(self, live: _Live, result: PooledPrompt) -> EngineCoreOutput:
+        output = live.output([], Stop(FinishReason.STOP))
+        output.pooling_output, output.events = result.data, live.events
+        output.prefill_stats = _prefill_stats(live.seq)
+        self._forget(live.seq.request_id)
+        return output
 
     def _take_token(self, live: _Live, token: SampledToken) -> EngineCoreOutput:
         seq = live.seq

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 
-from anyengine._wire import EngineCoreRequest, WireSamplingParams
+from anyengine._wire import EngineCoreRequest, WirePoolingParams, WireSamplingParams
 
 __all__ = ["check_request"]
 
-_UNSUPPORTED_REQUEST_FIELDS = ("pooling_params", "mm_features", "lora_request", "prompt_embeds", "resumable")
+_UNSUPPORTED_REQUEST_FIELDS = ("mm_features", "lora_request", "prompt_embeds", "resumable")
 _UNSUPPORTED_SAMPLING_FIELDS = (
     "prompt_logprob_token_ids",
     "structured_outputs",
@@ -41,13 +42,23 @@ _SAMPLING_RANGES = {  # field: smallest, largest
 
 
 def check_request(
-    request: EngineCoreRequest, *, vocab_size: int, max_model_len: int
+    request: EngineCoreRequest,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    pooling_tasks: Sequence[str] = (),
+    embedding_size: int = 0,
 ) -> tuple[list[int], WireSamplingParams] | str:
-    """The prompt and the sampling parameters of ``request``; or why it cannot be served: field, value and limit."""
+    """The prompt and the sampling parameters of ``request`` (of a pooling request, those that concern its prompt); or
+    why it cannot be served: field, value and limit."""
     for field in _UNSUPPORTED_REQUEST_FIELDS:
         if getattr(request, field):
             return f"{field} is not supported by this engine"
     prompt, sampling = request.prompt_token_ids, request.sampling_params
+    if request.pooling_params is not None:
+        sampling = WireSamplingParams(skip_reading_prefix_cache=request.pooling_params.skip_reading_prefix_cache)
+        if refusal := _pooling_refusal(request.pooling_params, pooling_tasks, embedding_size):
+            return refusal
     if sampling is None:
         return "sampling_params is missing"
     if not prompt:
@@ -58,6 +69,19 @@ def check_request(
         or _prompt_logprobs_refusal(sampling.prompt_logprobs, len(prompt), vocab_size)
     )
     return refusal or (prompt, sampling)
+
+
+def _pooling_refusal(pooling: WirePoolingParams, tasks: Sequence[str], embedding_size: int) -> str | None:
+    if not tasks:
+        return "pooling_params is not supported by this engine"
+    if pooling.task not in tasks:
+        return f"pooling parameter task={pooling.task!r} is not one of {', '.join(tasks)}"
+    if pooling.dimensions is not None and not 1 <= pooling.dimensions <= embedding_size:
+        return f"pooling parameter dimensions={pooling.dimensions} is out of range: 1 to {embedding_size}"
+    for field in ("step_tag_id", "returned_token_ids", "late_interaction_params", "late_chunking_params"):
+        if getattr(pooling, field) is not None:
+            return f"pooling parameter {field} is not supported by this engine"
+    return None
 
 
 def _sampling_refusal(sampling: WireSamplingParams) -> str | None:

@@ -27,9 +27,11 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"  # as transformers names
 class ForwardPass(Protocol):
     """A model, as the runner uses it."""
 
-    def __call__(self, input_ids: Tensor, step: AttentionStep, rows: Tensor | None) -> Tensor:
-        """The logits [num_rows, vocab], float32, behind those of ``input_ids`` [num_tokens] that ``rows`` names
-        (``None``: all of them)."""
+    def __call__(
+        self, input_ids: Tensor, step: AttentionStep, rows: Tensor, pooled_rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The logits [num_rows, vocab], float32, behind those of ``input_ids`` [num_tokens] that ``rows`` names; and
+        the last hidden states [num_pooled, hidden], float32, at ``pooled_rows``."""
 
 
 class _Router:
@@ -130,17 +132,21 @@ class RoutedForward:
         routers = {id(router): router for module in model.modules() if (router := _router_of(module)) is not None}
         self._routers = list(routers.values())
 
-    def __call__(self, input_ids: Tensor, step: AttentionStep, rows: Tensor | None) -> Tensor:
+    def __call__(
+        self, input_ids: Tensor, step: AttentionStep, rows: Tensor, pooled_rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         for router in self._routers:
             router.step = step
         output = self._model(
             input_ids=input_ids[None],
             position_ids=step.positions[None],
             use_cache=False,
-            logits_to_keep=0 if rows is None else rows,
+            logits_to_keep=rows,
+            output_hidden_states=pooled_rows is not None,
         )
-        logits: Tensor = output.logits[0]
-        return logits.float()
+        logits: Tensor = output.logits[0].float()
+        # The last of these is what the head sees: behind the last norm.
+        return logits, None if pooled_rows is None else output.hidden_states[-1][0, pooled_rows].float()
 
 
 def _router_of(module: nn.Module) -> _Router | None:

@@ -102,17 +102,17 @@ class FusedForward:
         self._rotary = core.rotary_emb
         self._head = Linear(model.lm_head.weight, model.lm_head.bias)
 
-    def __call__(self, input_ids: Tensor, step: AttentionStep, rows: Tensor | None) -> Tensor:
+    def __call__(
+        self, input_ids: Tensor, step: AttentionStep, rows: Tensor, pooled_rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         x = functional.embedding(input_ids, self._embedding)  # [num_tokens, hidden]
         cos, sin = self._rotary(x, step.positions[None])
         cos, sin = cos[0, :, None], sin[0, :, None].clone()  # [num_tokens, 1, head_dim]
         sin[..., : sin.shape[-1] // 2].neg_()
         for layer in self._layers:
             x = layer(x, cos, sin, step)
-        if rows is not None:
-            x = x[rows]
-        logits: Tensor = self._head(self._norm(x))
-        return logits.float()
+        logits: Tensor = self._head(self._norm(x[rows])).float()
+        return logits, None if pooled_rows is None else self._norm(x[pooled_rows]).float()
 
 
 def _joined(*linears: Any) -> Linear:

@@ -31,6 +31,7 @@ class LoadedModel:
 
     model: Any
     vocab_size: int
+    hidden_size: int
     max_position_embeddings: int | None
     eos_token_ids: tuple[int, ...]
     windows: list[int | None]
@@ -58,6 +59,7 @@ def load_model(resolved: ResolvedModel, config: EmbeddedEngine, report: Callable
     loaded = LoadedModel(
         model=model,
         vocab_size=int(model_config.vocab_size),
+        hidden_size=int(model_config.hidden_size),
         max_position_embeddings=getattr(model_config, "max_position_embeddings", None),
         eos_token_ids=_eos_token_ids(resolved.model_dir, model_config),
         windows=windows,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from anyengine._process.status import Status
 from anyengine.config import EmbeddedEngine
-from anyengine.engine.interfaces import ModelRunner, SampledToken, ScheduledSequence, SequenceState
+from anyengine.engine.interfaces import ModelRunner, PooledPrompt, SampledToken, ScheduledSequence, SequenceState
 from anyengine.engine.models import resolve_model
 
 try:
@@ -27,6 +27,7 @@ try:
     from anyengine.engine.runner.loader import LoadedModel, load_model
     from anyengine.engine.runner.logprobs import PromptLogprobs, sampled_logprobs
     from anyengine.engine.runner.paged_cache import BLOCK_TOKENS, PagedCache, free_memory_bytes
+    from anyengine.engine.runner.pooling import embed
     from anyengine.engine.runner.sampler import sample, unsupported_sampling
 except ImportError as _missing:
     raise ImportError(
@@ -77,7 +78,9 @@ def _probe(forward: ForwardPass, loaded: LoadedModel) -> torch.Tensor:
     like = loaded.like
     cache = PagedCache(loaded.layers, 1, like)
     step = AttentionStep(cache, [Span([0], 0, len(_PROBE))], like.dtype, like.device)
-    return forward(torch.tensor(_PROBE, device=like.device) % loaded.vocab_size, step, None)
+    every = torch.arange(len(_PROBE), device=like.device)
+    logits, _ = forward(torch.tensor(_PROBE, device=like.device) % loaded.vocab_size, step, every)
+    return logits
 
 
 def _sizes(loaded: LoadedModel, config: EmbeddedEngine) -> tuple[int, int]:
@@ -123,6 +126,8 @@ class TransformersRunner:
         self.eos_token_ids: tuple[int, ...] = loaded.eos_token_ids
         self.num_kv_blocks: int = cache.num_blocks
         self.kv_block_tokens: int = BLOCK_TOKENS
+        self.pooling_tasks: tuple[str, ...] = ("embed",)
+        self.embedding_size: int = loaded.hidden_size
         self._seeds: dict[str, int] = {}
         self._prompt_logprobs: dict[str, PromptLogprobs] = {}  # of those who ask, until their prompt is complete
         self._unseeded = random.Random(seed)  # noqa: S311  # sampling noise, not a secret
@@ -142,7 +147,7 @@ class TransformersRunner:
         self._prompt_logprobs.pop(request_id, None)
 
     @torch.inference_mode()
-    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
+    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[SampledToken | PooledPrompt | None]:
         """One pass, one sampling."""
         # Rows of one token first, the longest sequence first of all, as attention groups them.
         order = sorted(
@@ -151,42 +156,51 @@ class TransformersRunner:
         )
         items = [scheduled[index] for index in order]
         complete = [place for place, item in enumerate(items) if _completes(item)]
-        rows, logits = self._run_model(items, complete)
-        tokens: list[SampledToken | None] = [None] * len(scheduled)
-        if complete:
-            sampled = self._sample(logits[rows], [items[place].seq for place in complete])
-            for place, token in zip(complete, sampled, strict=True):
-                tokens[order[place]] = token
-        return tokens
+        sampling = [place for place in complete if items[place].seq.pooling is None]
+        pooling = [place for place in complete if items[place].seq.pooling is not None]
+        logits, hidden_states = self._run_model(items, sampling, pooling)
+        results: list[SampledToken | PooledPrompt | None] = [None] * len(scheduled)
+        if sampling:
+            tokens = self._sample(logits, [items[place].seq for place in sampling])
+            for place, token in zip(sampling, tokens, strict=True):
+                results[order[place]] = token
+        if hidden_states is not None:
+            wanted = [params for place in pooling if (params := items[place].seq.pooling) is not None]
+            for place, vector in zip(pooling, embed(hidden_states, wanted), strict=True):
+                results[order[place]] = vector
+        return results
 
-    def _run_model(self, items: Sequence[ScheduledSequence], complete: Sequence[int]) -> tuple[slice, torch.Tensor]:
-        """Which rows of the logits are those of ``complete``, in order; and the logits [num_rows, vocab], float32."""
-        spans = [
-            Span(seq.block_ids, seq.num_computed_tokens, seq.num_computed_tokens + n) for seq, n in map(_pair, items)
-        ]
-        step = AttentionStep(self._cache, spans, self._dtype, self._device)
+    def _run_model(
+        self, items: Sequence[ScheduledSequence], sampling: Sequence[int], pooling: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The logits [num_sampling, vocab], float32, and the last hidden states [num_pooling, hidden] behind the last
+        tokens of these ``items``. The log-probabilities of prompts are taken on the way."""
+        spans = [_span(item) for item in items]
         token_ids: list[int] = []
         ends: list[int] = []
         for span, item in zip(spans, items, strict=True):
             token_ids += item.seq.token_slice(span.start, span.end)
             ends.append(len(token_ids))
-        last_rows = [ends[place] - 1 for place in complete]
         scored = [place for place, item in enumerate(items) if item.seq.request_id in self._prompt_logprobs]
-        wanted = list(last_rows)
+        rows = [ends[place] - 1 for place in sampling]
         for place in scored:
-            wanted += range(ends[place] - items[place].num_new_tokens, ends[place])
+            rows += range(ends[place] - items[place].num_new_tokens, ends[place])
         assert self._forward is not None, "the runner is closed"
-        logits = self._forward(
-            torch.tensor(token_ids, device=self._device),
-            step,
-            torch.tensor(wanted, dtype=torch.int64, device=self._device),
+        logits, hidden_states = self._forward(
+            self._indices(token_ids),
+            AttentionStep(self._cache, spans, self._dtype, self._device),
+            self._indices(rows),
+            self._indices([ends[place] - 1 for place in pooling]) if pooling else None,
         )
-        first = len(last_rows)
+        first = len(sampling)
         for place in scored:
-            seq, count = _pair(items[place])
+            seq, count = items[place].seq, items[place].num_new_tokens
             self._prompt_logprobs[seq.request_id].add(logits[first : first + count], seq.num_computed_tokens)
             first += count
-        return slice(0, len(last_rows)), logits
+        return logits[: len(sampling)], hidden_states
+
+    def _indices(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def _sample(self, logits: torch.Tensor, seqs: Sequence[SequenceState]) -> list[SampledToken]:
         """The next token of each sequence; logits: [num_seqs, vocab], float32."""
@@ -205,8 +219,9 @@ class TransformersRunner:
         self._forward = None
 
 
-def _pair(item: ScheduledSequence) -> tuple[SequenceState, int]:
-    return item.seq, item.num_new_tokens
+def _span(item: ScheduledSequence) -> Span:
+    start = item.seq.num_computed_tokens
+    return Span(item.seq.block_ids, start, start + item.num_new_tokens)
 
 
 def _completes(item: ScheduledSequence) -> bool:

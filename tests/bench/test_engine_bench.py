@@ -1,0 +1,69 @@
+"""``anyengine bench engine``: the schedule, the table, and our own contestant for real."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+from tiny_models import make_tiny_model
+
+from anyengine.bench.contestants.protocol import make_prompts, tree_cpu_s
+from anyengine.bench.engine import EngineBench, Measurement, as_json, measure, table_lines
+
+
+def test_a_table_has_a_row_for_each_point_and_a_column_for_each_contestant() -> None:
+    found = [
+        Measurement("anyengine", "float32", 1, 20.04, 6.4, [3.2]),
+        Measurement("vllm", "float32", 1, 14.0, 9.1, [4.6]),
+        Measurement("anyengine", "float32", 8, 80.0, 12.0, [6.4]),
+    ]
+    head, first, second = table_lines(found)
+    assert head.split()[-2:] == ["anyengine", "vllm"]
+    assert first.split() == ["float32,", "1", "sequences", "20.0", "(6.4)", "14.0", "(9.1)"]
+    assert second.split() == ["float32,", "8", "sequences", "80.0", "(12.0)"]
+    written = json.loads(as_json(EngineBench(model_dir="m"), found))
+    assert [row["tokens_per_s"] for row in written["measurements"]] == [20.04, 14.0, 80.0]
+    assert written["bench"]["batch_sizes"] == [1, 8, 32]
+
+
+def test_all_contestants_get_the_same_prompts_and_no_two_begin_alike() -> None:
+    prompts = make_prompts(32, 128, seed=7)
+    assert prompts == make_prompts(32, 128, seed=7)
+    assert len({tuple(prompt[:4]) for prompt in prompts}) == 32
+    assert {len(prompt) for prompt in prompts} == {128}
+
+
+def test_the_processor_time_of_a_process_grows_with_its_work() -> None:
+    before = tree_cpu_s(os.getpid())
+    while tree_cpu_s(os.getpid()) - before < 0.05:
+        random.Random(1).random()
+    assert tree_cpu_s(1 << 30) == 0.0  # there is no such process
+
+
+def test_it_measures_our_engine(tmp_path: Path) -> None:
+    model_dir = make_tiny_model("llama", tmp_path / "llama", vocab_size=30_000)
+    bench = EngineBench(
+        model_dir=str(model_dir),
+        dtypes=("float32",),
+        batch_sizes=(2,),
+        input_tokens=8,
+        output_tokens=4,
+        rounds=2,
+        num_threads=1,
+        with_transformers=False,
+    )
+    progress = io.StringIO()
+    (measurement,) = measure(bench, progress)
+    assert (measurement.contestant, measurement.dtype, measurement.num_seqs) == ("anyengine", "float32", 2)
+    assert measurement.tokens_per_s > 0 and len(measurement.wall_s) == 2
+    assert "round 2 of 2" in progress.getvalue()
+
+
+def test_a_contestant_that_fails_is_named(tmp_path: Path) -> None:
+    bench = EngineBench(model_dir=str(tmp_path), dtypes=("float32",), with_transformers=False)
+    with pytest.raises(RuntimeError, match="anyengine ended with 1"):
+        measure(bench, io.StringIO())
