@@ -303,6 +303,7 @@ class RequestDesk:
         session.connection.requests.fail_all(cause)
         session.connection.utilities.fail_all(cause)
         session.told_everyone()
+        self._look()  # who waits for ends looked when the session ended, which was before these
 
 
 def _make_state(
