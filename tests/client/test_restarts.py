@@ -22,9 +22,11 @@ from anyengine import (
     EngineCoreRequest,
     EngineDeadError,
     EngineStartupError,
+    LoRARequest,
     RankChanged,
     RankState,
     RemoteEngine,
+    RequestOutput,
     RestartPolicy,
     SamplingParams,
 )
@@ -237,6 +239,33 @@ async def test_what_a_pause_held_up_goes_on_with_a_rank_that_is_not_paused() -> 
             assert stream.attempts == 1
             engines[1].child.kill()
             assert len((await stream.final()).token_ids) == 5
+
+
+async def test_a_rank_that_comes_back_while_a_request_waits_has_its_adapter_loaded() -> None:
+    """Which it lacks, being a new one; the request has had it loaded before, and waits for its turn."""
+    able = {"supports_lora": True, "max_loras": 2}
+    script = Script(registration=able, requests=(RequestRule(silent=True, first_token=9),))
+    one, two = Incarnations(script), Incarnations(script)
+    policy = RestartPolicy(backoff_s=0.1, jitter=0)
+    adapter = LoRARequest("a", 1, "/a")
+    with anyio.fail_after(10):
+        async with EngineClient(
+            engine=[one.engine, two.engine], restart=policy, max_num_queued_tokens=4, admission="wait"
+        ) as client:
+            client.core.session.engines[1].child.kill()
+            await until(client, RankState.RESTARTING, 1)
+            found: list[RequestOutput] = []
+
+            async def ask(first: int) -> None:
+                found.append(await client.generate([first, 2], SHORT, lora_request=adapter).final())
+
+            async with client.generate([9, 9, 9], SHORT) as silent, anyio.create_task_group() as consumers:
+                await silent.start()
+                for first in (1, 2):
+                    consumers.start_soon(ask, first)
+                await until(client, RankState.READY, 1)
+                silent.abort()
+            assert len(found) == 2 and len(two.added()) == 1
 
 
 async def test_a_hung_engine_is_started_again() -> None:
