@@ -73,9 +73,9 @@ async def test_opened_and_closed_under_load_without_a_sound(caplog: pytest.LogCa
     with anyio.fail_after(600):
         for number in range(1000 if deep else 100):
             async with EngineClient(engine=in_loop(step_s=0.002), strict=True) as client:
-                streams = [await client.submit([n], SamplingParams(max_tokens=1000)) for n in range(3)]
-                await anext(streams[number % 3])
-            assert [[out.finish_reason async for out in stream][-1] for stream in streams] == ["abort"] * 3
+                streams = [await client.submit([n], SamplingParams(max_tokens=1000)) for n in range(20)]
+                await anext(streams[number % 20])
+            assert [[out.finish_reason async for out in stream][-1] for stream in streams] == ["abort"] * 20
             descriptors = psutil.Process().num_fds() if descriptors is None else descriptors
     assert psutil.Process().num_fds() == descriptors
     loud = [record for record in caplog.records if record.levelno >= logging.WARNING and record.name != "asyncio"]

@@ -1,4 +1,4 @@
-"""Time limits of requests, in virtual time where that makes them exact."""
+"""Time limits of requests and calls, and idle time, in virtual time where that makes them exact."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
+import trio
+import trio.abc
+import trio.lowlevel
 import trio.testing
 
 from anyengine import EngineClient, RequestRejected, RequestStream, RequestTimeout, SamplingParams
@@ -16,7 +19,7 @@ from anyengine._client.request_state import RequestState
 from anyengine._client.wakeup import make_parker
 from anyengine._wire import EngineCoreOutput
 from anyengine.testing.pytest_plugin import BACKENDS
-from anyengine.testing.scripted import Fault, RequestRule, Script, ScriptedTwin, expected_tokens
+from anyengine.testing.scripted import Fault, RequestRule, Script, ScriptedTwin, UtilityRule, expected_tokens
 
 pytestmark = pytest.mark.anyio
 
@@ -179,3 +182,52 @@ async def test_what_has_arrived_when_the_timer_is_late_counts() -> None:
         await anyio.sleep(5)
         tasks.cancel_scope.cancel()
     assert expired == []
+
+
+@pytest.mark.case("K08")
+@pytest.mark.parametrize("how", ["argument", "scope"])
+async def test_a_call_is_over_when_its_time_is(how: str) -> None:
+    """Within 0.1 s; a stream beside it goes on, and the late reply is dropped."""
+    late = UtilityRule(method="reset_mm_cache", do="reply", delay_s=0.5)
+    scripted = ScriptedTwin(Script(step_interval_s=0.01, utilities=(late,)))
+    async with EngineClient(engine=scripted.engine) as client:
+        stream = await client.submit([1], SamplingParams(max_tokens=100))
+        began_s = anyio.current_time()
+        with pytest.raises(TimeoutError):
+            if how == "argument":
+                await client.core.utility("reset_mm_cache", timeout_s=0.2)
+            else:
+                with anyio.fail_after(0.2):
+                    await client.reset_mm_cache()
+        assert 0.2 <= anyio.current_time() - began_s < 0.3
+        assert [token async for out in stream for token in out.token_ids] == expected_tokens([1], 100)
+        statistics = client.statistics()
+        assert (statistics["late_utility_replies"], statistics["utility_calls_in_flight"]) == (1, 0)
+
+
+class _Moments(trio.abc.Instrument):
+    """When anything ran at all."""
+
+    def __init__(self) -> None:
+        self.seen: set[float] = set()
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.seen.add(trio.current_time())
+
+
+@pytest.mark.case("K43")
+async def test_an_idle_client_wakes_up_less_than_once_a_second() -> None:
+    """All of it, its signs of life and an engine in the same loop included; with a request that waits, too."""
+    scripted = ScriptedTwin(Script(requests=(RequestRule(silent=True),)))
+    moments = _Moments()
+    async with EngineClient(engine=scripted.engine) as client:
+        for streams in (0, 1):
+            waiting = [await client.submit([1], LONG, timeout_s=3000.0) for _ in range(streams)]
+            await anyio.sleep(1)
+            trio.lowlevel.add_instrument(moments)
+            await anyio.sleep(1000)
+            trio.lowlevel.remove_instrument(moments)
+            assert len(moments.seen) < 1000
+            moments.seen.clear()
+            for stream in waiting:
+                stream.close_nowait()

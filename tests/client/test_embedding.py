@@ -24,7 +24,7 @@ from anyengine import EmbeddedEngine, EngineClient, EngineDeadError, RequestStre
 from anyengine.testing.toy_runner import expected_tokens
 
 PROGRAM = """
-    import anyio, os, signal, sys
+    import anyio, faulthandler, os, signal, sys
     from anyengine import EmbeddedEngine, EngineClient, SamplingParams
 
     async def main():
@@ -33,7 +33,10 @@ PROGRAM = """
             print(client.core.session.engines[0].child.pid, flush=True)
             BODY
 
-    anyio.run(main, backend=sys.argv[1])
+    try:
+        anyio.run(main, backend=sys.argv[1])
+    finally:
+        faulthandler.dump_traceback_later(1, exit=True)  # the bound of K18: the interpreter ends by then, or is ended
 """
 
 
@@ -63,7 +66,7 @@ def await_end(pid: int, within_s: float) -> None:
 backends = pytest.mark.parametrize("backend", ["asyncio", "trio"])
 
 
-@pytest.mark.feature("L18")
+@pytest.mark.feature("L18", budget_s=2)
 @backends
 @pytest.mark.parametrize("moment", ["idle", "streaming"])
 def test_a_killed_host_takes_its_engine_along(backend: str, moment: str, private_temp_dir: Path) -> None:
@@ -78,12 +81,12 @@ def test_a_killed_host_takes_its_engine_along(backend: str, moment: str, private
         assert host.stdout is not None and host.stdout.readline() == "token\n"
     host.kill()
     host.communicate(timeout=10)
-    await_end(engine_pid, within_s=5)
+    await_end(engine_pid, within_s=2)
     for directory in private_temp_dir.glob("anyengine-*"):
         shutil.rmtree(directory)  # a killed host cannot remove its sockets' directory
 
 
-@pytest.mark.case("K18")
+@pytest.mark.case("K18", budget_s=1)
 @backends
 @pytest.mark.parametrize(
     "route", ["raise ZeroDivisionError", "sys.exit(3)", "signal.raise_signal(signal.SIGINT)", "return"]
@@ -102,6 +105,7 @@ def test_every_route_out_ends_the_interpreter_promptly(backend: str, route: str)
     _, errors = host.communicate(timeout=20)
     assert not psutil.pid_exists(engine_pid)
     assert "ResourceWarning" not in errors
+    assert "Timeout (" not in errors, "the interpreter had to be ended"
     expected = {"return": 0, "sys.exit(3)": 3, "raise ZeroDivisionError": 1}.get(route)
     if expected is not None:
         assert host.returncode == expected, errors
@@ -230,10 +234,19 @@ async def test_after_a_fatal_error_a_fresh_client_works_at_once(exclusive_engine
             assert tokens == expected_tokens([1], 5)
 
 
-@pytest.mark.case("K17")
+@pytest.mark.case("K17", budget_s=5)
 def test_a_failing_test_leaves_nothing_for_the_next(pytester: pytest.Pytester) -> None:
     """An assertion fails inside the block; the next test finds the engine's exclusive lock free; the interpreter
-    exits."""
+    exits in time."""
+    pytester.makeconftest(
+        """
+        import faulthandler
+        import sys
+
+        def pytest_unconfigure():
+            faulthandler.dump_traceback_later(5, exit=True, file=sys.__stderr__)
+        """
+    )
     pytester.makepyfile(
         f"""
         import os
@@ -260,6 +273,7 @@ def test_a_failing_test_leaves_nothing_for_the_next(pytester: pytest.Pytester) -
     result = pytester.runpytest_subprocess("-p", "anyio", "-p", "no:cacheprovider", timeout=60)
     result.assert_outcomes(failed=2, passed=2)  # asyncio and trio
     result.stdout.fnmatch_lines(["*assert 1 == 2*"])
+    result.stderr.no_fnmatch_line("*Timeout (*")
 
 
 @pytest.mark.case("K39")

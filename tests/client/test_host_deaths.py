@@ -89,7 +89,7 @@ def die(tmp_path: Path, how: str, stage: str, start: str = "direct") -> None:
 
 
 @pytest.mark.feature("L18")
-@pytest.mark.case("K10")
+@pytest.mark.case("K10", budget_s=5)
 @pytest.mark.parametrize(
     ("how", "stage"),
     [("kill", stage) for stage in ("spawned", "importing", "loading", "idle", "streaming")]
@@ -104,7 +104,7 @@ def test_no_engine_outlives_its_host(tmp_path: Path, private_temp_dir: Path, how
 
 
 @pytest.mark.feature("L18")
-@pytest.mark.case("K10")
+@pytest.mark.case("K10", budget_s=5)
 @pytest.mark.parametrize(
     ("stage", "start"),
     [("two ranks", "direct"), ("two clients", "direct"), ("streaming", "fork"), ("streaming", "spawn")],

@@ -41,6 +41,12 @@ one_loop = pytest.mark.parametrize("anyio_backend", [BACKENDS["trio"]], ids=["tr
 # ------------------------------------------------------------------------------- before the first output
 
 
+def open_in(scripted: ScriptedTwin) -> set[str]:
+    """The wire ids that the engine has been told of, and not been told to abort."""
+    aborted = {one for ids in scripted.received("abort") for one in ids}
+    return {add[0] for add in scripted.received("add")} - aborted
+
+
 @pytest.mark.case("K21")
 async def test_cancelled_before_its_first_output_at_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """While it waits to be let in, is tokenized, is registered, is sent; neighbours stream on, byte for byte."""
@@ -59,14 +65,18 @@ async def test_cancelled_before_its_first_output_at_every_turn(monkeypatch: pyte
             blockers = [await client.submit([5], LONG) for _ in range(2)]
             for turns in range(36):
                 stream = client.generate([5], LONG)
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(anext, stream)
-                    for turn in range(turns):
-                        await anyio.lowlevel.checkpoint()
-                        if turn == turns // 2 and len(blockers) == 2:
-                            blockers.pop().close_nowait()
-                    tasks.cancel_scope.cancel()
-                sent.add(stream.wire_id is not None)
+                with anyio.fail_after(1):
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(anext, stream)
+                        for turn in range(turns):
+                            await anyio.lowlevel.checkpoint()
+                            if turn == turns // 2 and len(blockers) == 2:
+                                blockers.pop().close_nowait()
+                        tasks.cancel_scope.cancel()
+                    await client.ping()  # the engine has read whatever was sent
+                    sent.add(stream.wire_id is not None)
+                    held = {blocker.wire_id for blocker in blockers} | {one.wire_id for one in neighbours}
+                    assert open_in(scripted) <= held
                 assert client.statistics()["requests_waiting"] == 0
                 assert client._entered_desk().admission.tickets == {}
                 if len(blockers) == 1:
@@ -130,12 +140,14 @@ async def test_a_stream_that_is_left_at_a_yield(leave: Callable[[Any], Awaitable
     scripted = ScriptedTwin(Script(step_interval_s=0.001))
     with anyio.fail_after(30):
         async with EngineClient(engine=scripted.engine) as client:
-            await leave(lambda: client.generate([1], LONG))
-            while client.statistics()["requests_in_flight"]:
-                await anyio.lowlevel.checkpoint()
-            await client.ping()
+            with anyio.fail_after(1):
+                await leave(lambda: client.generate([1], LONG))
+                while client.statistics()["requests_in_flight"]:
+                    await anyio.lowlevel.checkpoint()
+                await client.ping()
+                ((added, *_),) = scripted.received("add")
+                assert scripted.received("abort") == [[added]]
             assert client._entered_desk().admission.tickets == {}
-    ((added, *_),) = scripted.received("add")
     assert scripted.received("abort") == [[added]]
 
 
@@ -414,4 +426,28 @@ async def test_what_is_changed_after_it_was_sent_does_not_change_what_arrives() 
                     memory[:] = bytes(len(memory))
             finally:
                 os.kill(pid, signal.SIGCONT)
+            assert await core.utility("checksums", unchecked=True) == sums
+
+
+@pytest.mark.case("K64")
+@one_loop
+async def test_memory_that_is_used_again_and_again_arrives_as_it_was(deep: bool) -> None:
+    """300 messages of 1 KB to 4 MB back to back (100,000 in the deep profile), every other one small, all from the same
+    memory, to an engine that reads meanwhile."""
+    rng = random.Random(64)
+    memory = memoryview(bytearray(4 << 20))
+    sums: list[int] = []
+    with anyio.fail_after(3000 if deep else 60):
+        async with EngineCoreClient(misbehaving("checksums"), max_unread_bytes=32 << 20) as core:
+            for _ in range(50_000 if deep else 150):
+                for size_kb in (int(4096 ** rng.random()), 1):
+                    part = memory[: size_kb << 10]
+                    part[:] = bytes([rng.randrange(256)]) * len(part)
+                    sums.append(zlib.crc32(part))
+                    tensor = Tensor("float32", (1, size_kb * 256), part)
+                    params = WireSamplingParams(max_tokens=1)
+                    await core.wait_room()
+                    core.add(
+                        EngineCoreRequest(f"r{len(sums)}", None, sampling_params=params, prompt_embeds=tensor)
+                    )
             assert await core.utility("checksums", unchecked=True) == sums

@@ -25,6 +25,7 @@ from anyengine import (
     UtilityError,
 )
 from anyengine._wire import WireSamplingParams
+from anyengine.testing.scripted import ScriptedTwin
 from anyengine.testing.toy_runner import expected_tokens
 
 pytestmark = pytest.mark.anyio
@@ -274,6 +275,12 @@ async def test_ranks_of_different_releases_get_what_each_of_them_knows() -> None
 def test_engines_that_make_no_sense_together() -> None:
     with pytest.raises(ValueError, match="starts nothing"):
         EngineCoreClient([])
+    scripted: Any = ScriptedTwin()
+    with pytest.raises(ValueError, match=r"nothing that a client can start or join: give its \.engine"):
+        EngineCoreClient(scripted)
+    for name in ("a-model", ["a-model"]):
+        with pytest.raises(ValueError, match="give an EmbeddedEngine"):
+            EngineCoreClient(name)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="stands for all ranks"):
         EngineCoreClient([RemoteEngine(handshake="tcp://127.0.0.1:29550"), toy()])
     with pytest.raises(ValueError, match="liveness_timeout_s"):

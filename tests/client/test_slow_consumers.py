@@ -25,8 +25,10 @@ LONG = SamplingParams(max_tokens=2000)
 
 
 @pytest.mark.feature("L19")
-@pytest.mark.parametrize("tokens_per_frame", [1, 7])
-async def test_a_slow_consumer_gets_one_merged_piece_and_its_peers_every_token(tokens_per_frame: int) -> None:
+@pytest.mark.parametrize(("tokens_per_frame", "num_peers"), [(1, 20), (7, 100)])
+async def test_a_slow_consumer_gets_one_merged_piece_and_its_peers_every_token(
+    tokens_per_frame: int, num_peers: int
+) -> None:
     scripted = ScriptedTwin(Script(tokens_per_frame=tokens_per_frame, step_interval_s=0.0005))
     limit = SamplingParams(max_tokens=200)
     items: dict[int, list[int]] = {}
@@ -41,7 +43,7 @@ async def test_a_slow_consumer_gets_one_merged_piece_and_its_peers_every_token(t
                 items[n] = [len(ids) for ids in outputs]
 
             async with anyio.create_task_group() as tasks:
-                for n in range(20):
+                for n in range(num_peers):
                     tasks.start_soon(consume, n)
                 first = await anext(slow)
                 taken = list(first.token_ids)
@@ -58,7 +60,7 @@ async def test_a_slow_consumer_gets_one_merged_piece_and_its_peers_every_token(t
             assert last.num_output_tokens == 200
     for lengths in items.values():
         assert max(lengths) <= 20 * tokens_per_frame  # they were woken all along
-    assert len(items) == 20
+    assert len(items) == num_peers
 
 
 @pytest.mark.feature("L19")

@@ -59,10 +59,15 @@ def grandchildren(lines: tuple[str, ...]) -> list[int]:
 
 @pytest.mark.anyio
 @pytest.mark.blocking_ok
-@pytest.mark.case("K33")
+@pytest.mark.case("K33", budget_s=5)
 async def test_a_failed_start_tells_all_and_leaves_no_grandchild(family: None) -> None:
-    with anyio.fail_after(20), pytest.raises(EngineStartupError) as caught:
-        async with EngineClient(engine=EmbeddedEngine(runner="family:create_failing")):
+    def on_progress(status: Status) -> None:
+        if status.stage == "loading":  # in which it fails
+            limit.deadline = anyio.current_time() + 5
+
+    with anyio.fail_after(20) as limit, pytest.raises(EngineStartupError) as caught:
+        engine = EmbeddedEngine(runner="family:create_failing")
+        async with EngineClient(engine=engine, on_progress=on_progress):
             pytest.fail("it must not become ready")
     error = caught.value
     assert (error.rank, error.stage, error.exit_code, error.signal) == (0, "loading", 1, None)
@@ -74,8 +79,8 @@ async def test_a_failed_start_tells_all_and_leaves_no_grandchild(family: None) -
 
 
 @pytest.mark.anyio
-@pytest.mark.feature("L01")
-@pytest.mark.case("K34")
+@pytest.mark.feature("L01", budget_s=1)
+@pytest.mark.case("K34", budget_s=1)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
 async def test_a_start_that_is_cancelled_at_any_stage_leaves_nothing(family: None, stage: str) -> None:
@@ -85,9 +90,10 @@ async def test_a_start_that_is_cancelled_at_any_stage_leaves_nothing(family: Non
         seen.append(status.stage)
         if status.stage == stage:
             scope.cancel()
+            limit.deadline = anyio.current_time() + 1
 
     client = EngineClient(engine=EmbeddedEngine(runner="family:create_hanging"), on_progress=on_progress)
-    with anyio.fail_after(20):
+    with anyio.fail_after(20) as limit:
         with anyio.CancelScope() as scope:
             async with client:
                 pytest.fail("it must not become ready")
@@ -175,7 +181,7 @@ anyio.run(main, backend=sys.argv[2])
 """
 
 
-@pytest.mark.case("K34")
+@pytest.mark.case("K34", budget_s=5)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(("stage", "backend"), [("spawned", "asyncio"), ("loading", "asyncio"), ("loading", "trio")])
 def test_a_signal_while_it_starts(stage: str, backend: str, number: signal.Signals) -> None:

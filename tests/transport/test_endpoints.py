@@ -317,7 +317,7 @@ with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
 """
 
 HOST = """
-import atexit, gc, signal, subprocess, sys
+import atexit, faulthandler, gc, signal, subprocess, sys
 import anyio, zmq
 from anyengine._transport.endpoints import open_endpoints
 
@@ -346,11 +346,14 @@ async def main():
             raise KeyboardInterrupt
     print("closed", flush=True)
 
-anyio.run(main, backend=backend)
+try:
+    anyio.run(main, backend=backend)
+finally:
+    faulthandler.dump_traceback_later(1, exit=True)  # the bound of K18
 """
 
 
-@pytest.mark.case("K18")
+@pytest.mark.case("K18", budget_s=1)
 @both_transports
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize("route", ["return", "error", "exit", "interrupt"])
@@ -371,6 +374,7 @@ def test_100_mb_for_a_peer_that_never_reads(
     finally:
         host.kill()
         host.wait()
+    assert "Timeout (" not in errors, "the interpreter had to be ended"
     assert "alive 0" in output
     assert ("closed" in output) == (route == "return")
     expected = {"return": 0, "error": 1, "exit": 3}

@@ -228,8 +228,8 @@ async def read_all(socket: ZmqSocket, total: int, seed: int) -> None:
 
 
 @pytest.mark.case("K63")
-async def test_a_reader_cancelled_at_random_beside_a_thread(links: ZmqLinks, factor: int) -> None:
-    total = 5_000 * factor
+async def test_a_reader_cancelled_at_random_beside_a_thread(links: ZmqLinks, factor: int, deep: bool) -> None:
+    total = 1_000_000 if deep else 5_000
     pull = links.open(zmq.PULL)
 
     def push(socket: zmq.Socket[bytes]) -> None:

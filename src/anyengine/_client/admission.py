@@ -302,8 +302,9 @@ class Admission:
                 refusal.request_id = ticket.label
             return refusal
         settings, requests = self._settings, self._session.connection.requests
+        num_before = len(self._arrivals) - (ticket in self._arrivals)
         what = {
-            "requests": f"{self.num_outstanding} requests are in flight or being prepared, {len(self._arrivals)} wait "
+            "requests": f"{self.num_outstanding} requests are in flight or being prepared, {num_before} wait "
             f"(max_num_queued_reqs={settings.max_num_queued_reqs})",
             "tokens": f"{requests.num_queued_tokens} prompt tokens wait for their first output "
             f"(max_num_queued_tokens={settings.max_num_queued_tokens})",

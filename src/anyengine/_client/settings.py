@@ -113,6 +113,12 @@ def _engines(engine: EngineSettings | Sequence[EngineSettings] | None) -> tuple[
     engines = (EmbeddedEngine() if engine is None else engine,) if not isinstance(engine, Sequence) else tuple(engine)
     if not engines:
         raise ValueError("engine=[] starts nothing: give one engine for each rank")
+    for given in engines:
+        one: object = given
+        if not isinstance(one, EngineSettings):
+            has_one = isinstance(getattr(one, "engine", None), EngineSettings)  # a ScriptedTwin, for one
+            remedy = "give its .engine" if has_one else "give an EmbeddedEngine or another of the engine settings"
+            raise ValueError(f"engine={one!r} is nothing that a client can start or join: {remedy}")
     joined = [one for one in engines if isinstance(one, AttachedEngine)]
     if joined and len(engines) > 1:
         raise ValueError(f"{joined[0]!r} stands for all ranks of a client: it cannot be one of {len(engines)} engines")
