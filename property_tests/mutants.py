@@ -213,14 +213,17 @@ def skip_the_second_look(patch: Patch) -> None:
     patch.setattr(ZmqSocket, "_poll", lambda self: self._events())
 
 
+CALLS: Final = ("utility", "utility_on_all", "remove_lora", "save_sharded_state", "update_weight_version")
+"""Whether the reply to a cancelled call is late depends on the order in which trio runs tasks: several make it sure."""
+
 MUTANTS: Final = [
     Mutant("drop the abort", drop_the_abort, partial(explored, "leave a block early")),
     Mutant("abort twice", abort_twice, partial(explored, "leave a block early")),
-    Mutant("forget before bytes", forget_before_bytes, partial(explored, "submit and close")),
+    Mutant("forget before bytes", forget_before_bytes, partial(explored, "leave a block early")),
     Mutant("send before owning", send_before_owning, partial(explored, "leave a block early")),
     Mutant("swallow a cancellation", swallow_a_cancellation, partial(explored, "read to the end")),
     Mutant("keep a call", keep_a_call, partial(explored, "give up a call")),
-    Mutant("fail on a late reply", fail_on_a_late_reply, partial(explored, "utility")),
+    Mutant("fail on a late reply", fail_on_a_late_reply, partial(explored, *CALLS)),
     Mutant("resolve the wrong call", resolve_the_wrong_call, partial(stepped_through, UtilitiesMachine)),
     Mutant("leave tombstones", leave_tombstones, partial(stepped_through, RequestsMachine)),
     Mutant("wake nobody at death", wake_nobody_at_death, partial(explored, "the engine dies under a reader")),

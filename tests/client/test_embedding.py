@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import os
 import shutil
 import signal
@@ -20,7 +21,7 @@ import psutil
 import pytest
 from engines import RUNNER, toy
 
-from anyengine import EmbeddedEngine, EngineClient, EngineDeadError, RequestStream, SamplingParams
+from anyengine import ClientState, EmbeddedEngine, EngineClient, EngineDeadError, RequestStream, SamplingParams
 from anyengine.testing.toy_runner import expected_tokens
 
 PROGRAM = """
@@ -302,8 +303,8 @@ def test_use_in_a_thread_with_its_own_loop() -> None:
 
 @pytest.mark.case("K40")
 def test_cells_of_a_notebook_need_no_patch_of_its_loop() -> None:
-    """A kernel's loop runs already, with tasks of its own, and runs one cell after the other, each with a top-level
-    await."""
+    """A kernel's loop runs already, with tasks of its own, and runs one cell after the other, each in a task, with a
+    top-level await; the last four share one client."""
     cells = [
         """
         async with EngineClient(engine=EmbeddedEngine(runner=RUNNER, in_process=True)) as client:
@@ -314,10 +315,27 @@ def test_cells_of_a_notebook_need_no_patch_of_its_loop() -> None:
         async with client, client.generate([4], SamplingParams(max_tokens=5)) as stream:
             second = [t async for out in stream for t in out.token_ids]
         """,
+        """
+        import asyncio
+        client, leave = EngineClient(engine=EmbeddedEngine(runner=RUNNER, in_process=True)), asyncio.Event()
+
+        async def own():
+            async with client:
+                await leave.wait()
+
+        owner = asyncio.create_task(own())
+        async for event in client.events():
+            if event.state is ClientState.READY:
+                break
+        """,
+        "third = [t async for out in client.generate([5], SamplingParams(max_tokens=5)) for t in out.token_ids]",
+        "fourth = [t async for out in client.generate([6], SamplingParams(max_tokens=5)) for t in out.token_ids]",
+        "leave.set(); await owner",
     ]
     names: dict[str, Any] = {
         "EngineClient": EngineClient,
         "EmbeddedEngine": EmbeddedEngine,
+        "ClientState": ClientState,
         "SamplingParams": SamplingParams,
         "RUNNER": RUNNER,
     }
@@ -329,11 +347,13 @@ def test_cells_of_a_notebook_need_no_patch_of_its_loop() -> None:
                 flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
                 code = compile(textwrap.dedent(cell), "<cell>", "exec", flags=flags)
                 with anyio.fail_after(30):
-                    await eval(code, names)
+                    await asyncio.create_task(eval(code, names))
             own.cancel_scope.cancel()
 
     anyio.run(kernel)
-    assert (names["first"], names["second"]) == (expected_tokens([3], 5), expected_tokens([4], 5))
+    for prompt, name in enumerate(("first", "second", "third", "fourth"), 3):
+        assert names[name] == expected_tokens([prompt], 5)
+    assert names["client"].state is ClientState.CLOSED
 
 
 def test_one_client_object_in_successive_runs_of_different_backends() -> None:

@@ -447,7 +447,5 @@ async def test_memory_that_is_used_again_and_again_arrives_as_it_was(deep: bool)
                     tensor = Tensor("float32", (1, size_kb * 256), part)
                     params = WireSamplingParams(max_tokens=1)
                     await core.wait_room()
-                    core.add(
-                        EngineCoreRequest(f"r{len(sums)}", None, sampling_params=params, prompt_embeds=tensor)
-                    )
+                    core.add(EngineCoreRequest(f"r{len(sums)}", None, sampling_params=params, prompt_embeds=tensor))
             assert await core.utility("checksums", unchecked=True) == sums
