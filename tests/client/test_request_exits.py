@@ -59,13 +59,16 @@ async def test_cancelled_before_its_first_output_at_every_turn(monkeypatch: pyte
             blockers = [await client.submit([5], LONG) for _ in range(2)]
             for turns in range(36):
                 stream = client.generate([5], LONG)
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(anext, stream)
-                    for turn in range(turns):
+                with anyio.fail_after(1):
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(anext, stream)
+                        for turn in range(turns):
+                            await anyio.lowlevel.checkpoint()
+                            if turn == turns // 2 and len(blockers) == 2:
+                                blockers.pop().close_nowait()
+                        tasks.cancel_scope.cancel()
+                    while stream.wire_id and [stream.wire_id] not in scripted.received("abort"):
                         await anyio.lowlevel.checkpoint()
-                        if turn == turns // 2 and len(blockers) == 2:
-                            blockers.pop().close_nowait()
-                    tasks.cancel_scope.cancel()
                 sent.add(stream.wire_id is not None)
                 assert client.statistics()["requests_waiting"] == 0
                 assert client._entered_desk().admission.tickets == {}
@@ -130,10 +133,11 @@ async def test_a_stream_that_is_left_at_a_yield(leave: Callable[[Any], Awaitable
     scripted = ScriptedTwin(Script(step_interval_s=0.001))
     with anyio.fail_after(30):
         async with EngineClient(engine=scripted.engine) as client:
-            await leave(lambda: client.generate([1], LONG))
-            while client.statistics()["requests_in_flight"]:
-                await anyio.lowlevel.checkpoint()
-            await client.ping()
+            with anyio.fail_after(1):
+                await leave(lambda: client.generate([1], LONG))
+                while client.statistics()["requests_in_flight"]:
+                    await anyio.lowlevel.checkpoint()
+                await client.ping()
             assert client._entered_desk().admission.tickets == {}
     ((added, *_),) = scripted.received("add")
     assert scripted.received("abort") == [[added]]
@@ -150,44 +154,45 @@ async def test_a_pooling_call_that_is_left(leave: str, task: Any) -> None:
             async def call() -> None:
                 await client.encode([1], PoolingParams(task=task), request_id="one")
 
-            if leave == "timeout":
-                async with anyio.create_task_group() as tasks:
-                    scope = anyio.CancelScope()
-
-                    async def call_in_scope() -> None:
-                        with scope:
-                            await call()
-
-                    tasks.start_soon(call_in_scope)
-                    while not scripted.scheduled():
-                        await anyio.lowlevel.checkpoint()
-                    scope.deadline = anyio.current_time() + 0.001
-                assert scope.cancelled_caught
-            else:
-                ends: list[type[BaseException]] = []
-
-                async def note() -> None:
-                    try:
-                        await call()
-                    except BaseException as exc:
-                        ends.append(type(exc))
-                        if not isinstance(exc, RequestFailed):
-                            raise
-
-                with suppress(BaseExceptionGroup):
+            with anyio.fail_after(1):
+                if leave == "timeout":
                     async with anyio.create_task_group() as tasks:
-                        tasks.start_soon(note)
+                        scope = anyio.CancelScope()
+
+                        async def call_in_scope() -> None:
+                            with scope:
+                                await call()
+
+                        tasks.start_soon(call_in_scope)
                         while not scripted.scheduled():
                             await anyio.lowlevel.checkpoint()
-                        if leave == "scope":
-                            tasks.cancel_scope.cancel()
-                        elif leave == "raise":
-                            raise _Boom
-                        else:
-                            await client.abort("one")
-                assert ends == [RequestFailed if leave == "abort" else anyio.get_cancelled_exc_class()]
-            assert client.statistics()["requests_in_flight"] == 0
-            await client.ping()
+                        scope.deadline = anyio.current_time() + 0.001
+                    assert scope.cancelled_caught
+                else:
+                    ends: list[type[BaseException]] = []
+
+                    async def note() -> None:
+                        try:
+                            await call()
+                        except BaseException as exc:
+                            ends.append(type(exc))
+                            if not isinstance(exc, RequestFailed):
+                                raise
+
+                    with suppress(BaseExceptionGroup):
+                        async with anyio.create_task_group() as tasks:
+                            tasks.start_soon(note)
+                            while not scripted.scheduled():
+                                await anyio.lowlevel.checkpoint()
+                            if leave == "scope":
+                                tasks.cancel_scope.cancel()
+                            elif leave == "raise":
+                                raise _Boom
+                            else:
+                                await client.abort("one")
+                    assert ends == [RequestFailed if leave == "abort" else anyio.get_cancelled_exc_class()]
+                assert client.statistics()["requests_in_flight"] == 0
+                await client.ping()
     ((added, *_),) = scripted.received("add")
     assert scripted.received("abort") == [[added]]
 

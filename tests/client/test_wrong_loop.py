@@ -74,7 +74,7 @@ def entered() -> Iterator[Entered]:
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_another_loop_of_the_same_thread_is_refused_at_once(entered: Entered, use: Use, backend: str) -> None:
     async def main() -> None:
-        with anyio.fail_after(5), pytest.raises(WrongLoopError):
+        with anyio.fail_after(1), pytest.raises(WrongLoopError):
             await use(entered.client, entered.stream)
 
     if backend == "trio":
@@ -91,7 +91,7 @@ def test_another_loop_of_the_same_thread_is_refused_at_once(entered: Entered, us
 async def test_another_thread_is_refused_at_once(use: Use) -> None:
     def elsewhere(client: EngineClient, stream: RequestStream) -> None:
         async def main() -> None:
-            with anyio.fail_after(5), pytest.raises(WrongLoopError):
+            with anyio.fail_after(1), pytest.raises(WrongLoopError):
                 await use(client, stream)
 
         anyio.run(main)
