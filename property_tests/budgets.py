@@ -29,7 +29,7 @@ class Budget:
 
 _BUDGETS: Final = {
     "dev": Budget(20_000, every=7, phases=1, process_phases=1, programs=40, soak_requests=1_000),
-    "ci": Budget(100_000, every=1, phases=3, process_phases=1, programs=150, soak_requests=3_000),
+    "ci": Budget(100_000, every=1, phases=2, process_phases=1, programs=150, soak_requests=3_000),
     "deep": Budget(2_000_000, every=1, phases=12, process_phases=8, programs=5_000, soak_requests=100_000),
 }
 

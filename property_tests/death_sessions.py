@@ -29,7 +29,7 @@ from anyengine.testing.scripted import Fault, Script, ScriptedEngine, expected_t
 
 __all__ = ["SPOILING", "Visit", "record", "violations", "visit"]
 
-BUDGET_S = 10.0  # for everybody together, the client's start and end included; this machine may be busy
+BUDGET_S = 60.0  # what counts as for ever, for 32 sessions at once on a busy machine; seconds are for other tests
 GIVE_UP_S = 0.3  # what a user does who waits for a message that was lost
 LOOPING = frozenset({"hang", "deaf", "mute"})  # only the limit of liveness tells of these
 LIVING = LOOPING | {"dead", "close_input", "close_output"}  # before it is ready, only the deadline tells of these

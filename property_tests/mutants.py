@@ -93,7 +93,7 @@ def forget_before_bytes(patch: Patch) -> None:
 
     def forget(self: EngineCoreClient, request_ids: str | Iterable[str]) -> tuple[str, ...]:
         for request_id in [request_ids] if isinstance(request_ids, str) else (request_ids := [*request_ids]):
-            entry = self.session.connection.requests.close(request_id, aborted=True)
+            entry = self.session.connection.requests.close(request_id)
             if entry is not None:
                 entry.consumer.aborted()
         return abort(self, request_ids)

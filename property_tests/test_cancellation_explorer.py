@@ -26,10 +26,10 @@ def check(explorer: Explorer, where: str) -> None:
 
 
 @pytest.mark.feature("L08")
-@pytest.mark.case("K21")
+@pytest.mark.case("K21", budget_s=1)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 async def test_a_cancellation_at_any_step_leaves_nothing(operation: Operation) -> None:
-    explorer = Explorer(every=BUDGET.every, phases=BUDGET.phases)
+    explorer = Explorer(every=BUDGET.every, phases=BUDGET.phases, patience_s=1)
     await explorer.explore(operation)
     check(explorer, "in memory")
     assert explorer.points > 0 or operation.immediate

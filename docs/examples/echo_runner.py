@@ -20,7 +20,7 @@ class EchoRunner:
     def start(self, seq: SequenceState) -> None:
         """Refuse what we cannot do: the request fails with the reason, and alone."""
         for name in CANNOT:
-            if getattr(seq.sampling, name):
+            if getattr(seq.sampling, name) not in (None, []):
                 raise ValueError(f"an echo has no {name}")
 
     def finish(self, request_id: str) -> None:

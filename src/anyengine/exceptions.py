@@ -221,7 +221,8 @@ class RequestFailed(RequestError):
     """The engine ended the request with an error. ``code`` and ``retryable`` are the engine's, when it gave them, and
     ``status`` follows from these."""
 
-    code = "request_failed"
+    code: str = "request_failed"
+    status: int = 500
 
     def __init__(self, message: str, *, code: str | None = None, retryable: bool = False, **request: Any) -> None:
         super().__init__(message, **request)

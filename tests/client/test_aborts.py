@@ -8,7 +8,15 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from anyengine import DrainTimeout, EngineClient, EngineCoreClient, EngineCoreRequest, RequestStream, SamplingParams
+from anyengine import (
+    DrainTimeout,
+    EngineClient,
+    EngineCoreClient,
+    EngineCoreRequest,
+    EngineDeadError,
+    RequestStream,
+    SamplingParams,
+)
 from anyengine._wire import WireSamplingParams
 from anyengine.testing.scripted import Fault, RequestRule, Script, ScriptedTwin, UtilityRule, expected_tokens
 
@@ -125,6 +133,26 @@ async def test_a_drain_waits_for_what_is_in_flight_and_for_nothing_else() -> Non
             assert [(await last_of(stream))[1] for stream in short] == ["length"] * 3
             assert client.statistics()["requests_in_flight"] == 1
             later.close_nowait()
+
+
+@pytest.mark.feature("L05")
+async def test_a_drain_ends_with_the_engine_however_late_the_consumers_are_told() -> None:
+    """Who drains may look before them, when the session ends, and must look again behind them."""
+    for _ in range(5):  # trio wakes tasks in random order
+        scripted = ScriptedTwin(Script(requests=(RequestRule(silent=True),)))
+        with anyio.fail_after(10):
+            async with EngineClient(engine=scripted.engine) as client:
+                stream = await client.submit([1], LONG)
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(drain_of_the_dead, client)
+                    await anyio.wait_all_tasks_blocked()
+                    client.core.session.engines[0].child.kill()
+                stream.close_nowait()
+
+
+async def drain_of_the_dead(client: EngineClient) -> None:
+    with pytest.raises(EngineDeadError):
+        await client.drain()
 
 
 @pytest.mark.case("K24")

@@ -10,6 +10,7 @@ import anyio
 import pytest
 import trio.testing
 from engines import misbehaving, toy
+from incarnations import Incarnations
 from memory_engines import in_loop
 
 from anyengine import (
@@ -19,9 +20,12 @@ from anyengine import (
     EngineCoreClient,
     EngineDeadError,
     RequestStream,
+    RestartPolicy,
     SamplingParams,
 )
 from anyengine._process.child import ChildProcess, ProcessExit
+from anyengine.testing.scripted import RequestRule, Script
+from anyengine.testing.scripted import expected_tokens as scripted_tokens
 from anyengine.testing.toy_runner import expected_tokens
 
 pytestmark = pytest.mark.anyio
@@ -164,6 +168,21 @@ async def test_a_death_ends_the_drain() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- early close
+
+
+async def test_two_drains_end_although_an_engine_is_started_again_meanwhile() -> None:
+    """Nothing is in flight for a moment while a request waits to be replayed: both look, and both look again."""
+    engine = Incarnations(Script(requests=(RequestRule(silent=True),)), Script())
+    with anyio.fail_after(10):
+        async with EngineClient(engine=engine.engine, restart=RestartPolicy(backoff_s=0, in_flight="replay")) as client:
+            stream = await client.submit([1], SamplingParams(max_tokens=3, temperature=0))
+            closing = client.core.session.closing
+            async with anyio.create_task_group() as tasks:
+                for _ in range(2):
+                    tasks.start_soon(closing.drain, 1000.0)
+                await anyio.wait_all_tasks_blocked()
+                client.core.session.engines[0].child.kill()
+            assert (await stream.final()).token_ids == scripted_tokens([1], 3)
 
 
 async def test_closing_early_from_any_task_is_the_same_end() -> None:

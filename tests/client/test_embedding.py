@@ -30,9 +30,12 @@ PROGRAM = """
 
     async def main():
         engine = EmbeddedEngine(runner=RUNNER, runner_options={"step_delay_s": 0.01, "max_model_len": 100000})
-        async with EngineClient(engine=engine) as client:
-            print(client.core.session.engines[0].child.pid, flush=True)
-            BODY
+        try:
+            async with EngineClient(engine=engine) as client:
+                print(client.core.session.engines[0].child.pid, flush=True)
+                BODY
+        finally:
+            print("left", flush=True)
 
     try:
         anyio.run(main, backend=sys.argv[1])
@@ -42,7 +45,7 @@ PROGRAM = """
 
 
 def program(body: str) -> str:
-    indented = textwrap.indent(textwrap.dedent(body).strip(), " " * 12).strip()
+    indented = textwrap.indent(textwrap.dedent(body).strip(), " " * 16).strip()
     return textwrap.dedent(PROGRAM.replace("RUNNER", repr(RUNNER)).replace("BODY", indented))
 
 
@@ -54,6 +57,15 @@ def start(body: str, backend: str) -> tuple[subprocess.Popen[str], int]:
     )  # fmt: skip
     assert host.stdout is not None
     return host, int(host.stdout.readline())
+
+
+def finish(host: subprocess.Popen[str], within_s: float) -> str:
+    """Wait for the end of a host program; what it has written to standard error."""
+    try:
+        return host.communicate(timeout=within_s)[1]
+    finally:
+        host.kill()  # if it is too late
+        host.wait()
 
 
 def await_end(pid: int, within_s: float) -> None:
@@ -81,8 +93,8 @@ def test_a_killed_host_takes_its_engine_along(backend: str, moment: str, private
     if moment == "streaming":
         assert host.stdout is not None and host.stdout.readline() == "token\n"
     host.kill()
-    host.communicate(timeout=10)
     await_end(engine_pid, within_s=2)
+    host.communicate(timeout=10)
     for directory in private_temp_dir.glob("anyengine-*"):
         shutil.rmtree(directory)  # a killed host cannot remove its sockets' directory
 
@@ -103,7 +115,8 @@ def test_every_route_out_ends_the_interpreter_promptly(backend: str, route: str)
         {route}
     """
     host, engine_pid = start(body, backend)
-    _, errors = host.communicate(timeout=20)
+    assert host.stdout is not None and host.stdout.readline() == "left\n"
+    errors = finish(host, within_s=1)
     assert not psutil.pid_exists(engine_pid)
     assert "ResourceWarning" not in errors
     assert "Timeout (" not in errors, "the interpreter had to be ended"
@@ -112,6 +125,24 @@ def test_every_route_out_ends_the_interpreter_promptly(backend: str, route: str)
         assert host.returncode == expected, errors
     else:
         assert "KeyboardInterrupt" in errors
+
+
+@pytest.mark.case("K17", budget_s=5)
+@backends
+def test_a_bodys_exception_ends_the_program_as_it_is(backend: str) -> None:
+    """From the exception, with requests running, to the end of the interpreter."""
+    body = """
+        streams = [await client.submit([n], SamplingParams(max_tokens=50000)) for n in range(5)]
+        print("raising", flush=True)
+        raise ZeroDivisionError("the body's own")
+    """
+    host, engine_pid = start(body, backend)
+    assert host.stdout is not None and host.stdout.readline() == "raising\n"
+    errors = finish(host, within_s=5)
+    assert not psutil.pid_exists(engine_pid)
+    assert host.returncode == 1
+    assert errors.endswith("\nZeroDivisionError: the body's own\n")
+    assert "Group" not in errors and "Warning" not in errors
 
 
 @pytest.mark.feature("L38")

@@ -211,6 +211,26 @@ async def test_admission_limits_bound_a_group() -> None:
                                     await anext(client.generate_many(prompts, SHORT))
 
 
+async def test_a_pause_in_the_middle_of_a_group_is_waited_for() -> None:
+    """Also by a member that is on its way when the pause begins."""
+    scripted = ScriptedTwin(Script())
+    got: set[int] = set()
+    with anyio.fail_after(30):
+        async with EngineClient(engine=scripted.engine, admission="wait") as client:
+
+            async def iterate() -> None:
+                async for index, _ in client.generate_many([[n] for n in range(40)], SHORT):
+                    got.add(index)
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(iterate)
+                for _ in range(3):  # while it sends: it lets others run after every few prompts
+                    await anyio.lowlevel.checkpoint()
+                    async with client.paused():
+                        pass
+    assert got == set(range(40))
+
+
 async def test_a_cancelled_wait_inside_a_block_loses_nothing() -> None:
     scripted = ScriptedTwin(Script(step_interval_s=0.002))
     got: list[int] = []

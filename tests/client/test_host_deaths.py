@@ -66,6 +66,9 @@ if __name__ == "__main__":
 """.replace("RUNNER", RUNNER)
 
 
+LIMIT_S = 5  # of K10
+
+
 def die(tmp_path: Path, how: str, stage: str, start: str = "direct") -> None:
     """Run a host to its death; every process that it had started is gone within the limit."""
     program = tmp_path / "host.py"
@@ -80,8 +83,8 @@ def die(tmp_path: Path, how: str, stage: str, start: str = "direct") -> None:
         assert len(family) >= (2 if stage.startswith("two") else 1)
         host.stdin.write("\n")
         host.stdin.close()
-        host.wait(10)
-        deadline_s = time.monotonic() + 5  # the bound of K10
+        deadline_s = time.monotonic() + LIMIT_S
+        host.wait(LIMIT_S)
         for process in family:
             while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 assert time.monotonic() < deadline_s, f"{process} survived its host"

@@ -162,44 +162,45 @@ async def test_a_pooling_call_that_is_left(leave: str, task: Any) -> None:
             async def call() -> None:
                 await client.encode([1], PoolingParams(task=task), request_id="one")
 
-            if leave == "timeout":
-                async with anyio.create_task_group() as tasks:
-                    scope = anyio.CancelScope()
-
-                    async def call_in_scope() -> None:
-                        with scope:
-                            await call()
-
-                    tasks.start_soon(call_in_scope)
-                    while not scripted.scheduled():
-                        await anyio.lowlevel.checkpoint()
-                    scope.deadline = anyio.current_time() + 0.001
-                assert scope.cancelled_caught
-            else:
-                ends: list[type[BaseException]] = []
-
-                async def note() -> None:
-                    try:
-                        await call()
-                    except BaseException as exc:
-                        ends.append(type(exc))
-                        if not isinstance(exc, RequestFailed):
-                            raise
-
-                with suppress(BaseExceptionGroup):
+            with anyio.fail_after(1):
+                if leave == "timeout":
                     async with anyio.create_task_group() as tasks:
-                        tasks.start_soon(note)
+                        scope = anyio.CancelScope()
+
+                        async def call_in_scope() -> None:
+                            with scope:
+                                await call()
+
+                        tasks.start_soon(call_in_scope)
                         while not scripted.scheduled():
                             await anyio.lowlevel.checkpoint()
-                        if leave == "scope":
-                            tasks.cancel_scope.cancel()
-                        elif leave == "raise":
-                            raise _Boom
-                        else:
-                            await client.abort("one")
-                assert ends == [RequestFailed if leave == "abort" else anyio.get_cancelled_exc_class()]
-            assert client.statistics()["requests_in_flight"] == 0
-            await client.ping()
+                        scope.deadline = anyio.current_time() + 0.001
+                    assert scope.cancelled_caught
+                else:
+                    ends: list[type[BaseException]] = []
+
+                    async def note() -> None:
+                        try:
+                            await call()
+                        except BaseException as exc:
+                            ends.append(type(exc))
+                            if not isinstance(exc, RequestFailed):
+                                raise
+
+                    with suppress(BaseExceptionGroup):
+                        async with anyio.create_task_group() as tasks:
+                            tasks.start_soon(note)
+                            while not scripted.scheduled():
+                                await anyio.lowlevel.checkpoint()
+                            if leave == "scope":
+                                tasks.cancel_scope.cancel()
+                            elif leave == "raise":
+                                raise _Boom
+                            else:
+                                await client.abort("one")
+                    assert ends == [RequestFailed if leave == "abort" else anyio.get_cancelled_exc_class()]
+                assert client.statistics()["requests_in_flight"] == 0
+                await client.ping()
     ((added, *_),) = scripted.received("add")
     assert scripted.received("abort") == [[added]]
 

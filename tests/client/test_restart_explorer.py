@@ -8,36 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 import anyio
 import pytest
+from incarnations import Incarnations
 
 from anyengine import ClientState, EngineClient, EngineDeadError, RankState, RestartPolicy, SamplingParams
-from anyengine.config import InMemoryEngine
-from anyengine.testing.scripted import Fault, Script, ScriptedTwin, expected_tokens
+from anyengine.testing.scripted import Fault, Script, expected_tokens
 
 pytestmark = pytest.mark.anyio
 
 REPLAY = RestartPolicy(backoff_s=0, in_flight="replay")
 GREEDY = SamplingParams(max_tokens=4, temperature=0)
 PROMPTS = [[number, number + 1] for number in range(1, 5)]
-
-
-class Incarnations:
-    """An engine that is started with one script after the other, the last one again and again."""
-
-    def __init__(self, *scripts: Script) -> None:
-        self.twins = [ScriptedTwin(script) for script in scripts]
-        self.starts = 0
-        self.engine = InMemoryEngine(serve=self._serve)
-
-    async def _serve(self, link: Any, rank: int, host: Any) -> None:
-        self.starts += 1
-        await self.twins[min(self.starts, len(self.twins)) - 1]._serve(link, rank, host)
-
-    def added(self) -> list[str]:
-        return [added[0] for twin in self.twins for added in twin.received("add")]
 
 
 def is_continuous(prompt: list[int], tokens: list[int]) -> bool:

@@ -11,23 +11,28 @@ from typing import Any
 import anyio
 import pytest
 from engines import misbehaving, toy
+from incarnations import Incarnations
 
 from anyengine import (
     ClientState,
     EmbeddedEngine,
+    EngineAsleepError,
     EngineClient,
     EngineCoreClient,
     EngineCoreRequest,
     EngineDeadError,
     EngineStartupError,
+    LoRARequest,
     RankChanged,
     RankState,
     RemoteEngine,
+    RequestOutput,
     RestartPolicy,
     SamplingParams,
 )
 from anyengine._process.launch import launch_engine
 from anyengine._wire import WireSamplingParams
+from anyengine.testing.scripted import RequestRule, Script, StartupStage
 from anyengine.testing.toy_runner import expected_tokens
 
 pytestmark = pytest.mark.anyio
@@ -191,6 +196,76 @@ async def test_a_pause_is_gone_with_the_engine_that_was_paused() -> None:
                 async for output in stream:
                     received += output.token_ids
             assert received == expected_tokens([7], 200)
+
+
+async def test_a_pause_while_no_engine_serves_holds_for_the_next_one() -> None:
+    """It waits for that one; nothing is let in meanwhile, nor behind it, until the client goes on."""
+    engine = Incarnations(Script())
+    policy = RestartPolicy(backoff_s=0.1, jitter=0)
+    with anyio.fail_after(10):
+        async with EngineClient(engine=engine.engine, restart=policy) as client:
+            client.core.session.engines[0].child.kill()
+            await until(client, RankState.RESTARTING)
+            await client.pause_generation()
+            assert client.state is ClientState.PAUSED and await client.is_paused()
+            with pytest.raises(EngineAsleepError):
+                await client.submit([1], SHORT)
+            assert engine.added() == []
+            await client.resume_generation()
+            assert len(await tokens(client, [1])) == 5
+
+            await client.pause_generation()  # and it is gone with that one
+            client.core.session.engines[0].child.kill()
+            await until(client, RankState.RESTARTING)
+            await until(client, RankState.READY)
+            assert len(await tokens(client, [1])) == 5
+
+
+async def test_what_a_pause_held_up_goes_on_with_a_rank_that_is_not_paused() -> None:
+    """One of two paused ranks is back, and new; the other one dies too, and with it the pause."""
+    silent = Script(requests=(RequestRule(silent=True),))
+    first = Incarnations(silent, Script())
+    second = Incarnations(Script(), Script(startup=(StartupStage(name="loading", hang=True),)))
+    policy = RestartPolicy(backoff_s=0, in_flight="replay")
+    with anyio.fail_after(10):
+        async with EngineClient(engine=[first.engine, second.engine], restart=policy) as client:
+            stream = await client.submit([1], SHORT, data_parallel_rank=0)
+            await client.pause_generation(mode="keep")
+            engines = client.core.session.engines
+            engines[0].child.kill()
+            await until(client, RankState.RESTARTING)
+            await until(client, RankState.READY)
+            await anyio.wait_all_tasks_blocked()
+            assert stream.attempts == 1
+            engines[1].child.kill()
+            assert len((await stream.final()).token_ids) == 5
+
+
+async def test_a_rank_that_comes_back_while_a_request_waits_has_its_adapter_loaded() -> None:
+    """Which it lacks, being a new one; the request has had it loaded before, and waits for its turn."""
+    able = {"supports_lora": True, "max_loras": 2}
+    script = Script(registration=able, requests=(RequestRule(silent=True, first_token=9),))
+    one, two = Incarnations(script), Incarnations(script)
+    policy = RestartPolicy(backoff_s=0.1, jitter=0)
+    adapter = LoRARequest("a", 1, "/a")
+    with anyio.fail_after(10):
+        async with EngineClient(
+            engine=[one.engine, two.engine], restart=policy, max_num_queued_tokens=4, admission="wait"
+        ) as client:
+            client.core.session.engines[1].child.kill()
+            await until(client, RankState.RESTARTING, 1)
+            found: list[RequestOutput] = []
+
+            async def ask(first: int) -> None:
+                found.append(await client.generate([first, 2], SHORT, lora_request=adapter).final())
+
+            async with client.generate([9, 9, 9], SHORT) as silent, anyio.create_task_group() as consumers:
+                await silent.start()
+                for first in (1, 2):
+                    consumers.start_soon(ask, first)
+                await until(client, RankState.READY, 1)
+                silent.abort()
+            assert len(found) == 2 and len(two.added()) == 1
 
 
 async def test_a_hung_engine_is_started_again() -> None:

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
+from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 from engines import misbehaving, toy
+from incarnations import Incarnations
 
 from anyengine import (
     ClientClosedError,
     EmbeddedEngine,
     EngineClient,
     EngineCoreClient,
+    EngineCoreRequest,
     EngineDeadError,
+    OverloadedError,
     RankState,
     RequestFailed,
+    RequestStream,
     RestartPolicy,
     RetryPolicy,
     SamplingParams,
 )
+from anyengine.testing.scripted import RequestRule, Script, ScriptedTwin, UtilityRule
 from anyengine.testing.toy_runner import expected_tokens
 
 pytestmark = pytest.mark.anyio
@@ -217,3 +225,35 @@ async def test_a_request_whose_rank_dies_before_its_first_token_is_retried_on_an
                 ]
                 assert out == expected_tokens([7], 5, seed=0)
             assert client.ranks == (0,)
+
+
+async def test_a_replay_for_one_rank_waits_for_its_room_and_asks_no_more() -> None:
+    """Another rank has room, which is of no use to it."""
+    silent = (RequestRule(silent=True),)
+    reads_nothing = Script(requests=silent, utilities=(UtilityRule(method="is_sleeping", do="never"),))
+    first, second = Incarnations(Script(requests=silent), reads_nothing), ScriptedTwin(Script())
+    sent: list[str] = []
+    with anyio.fail_after(20):
+        async with EngineClient(
+            engine=[first.engine, second.engine], restart=REPLAY, max_unread_bytes=2000, liveness_timeout_s=None
+        ) as client:
+            streams: list[RequestStream] = []
+            while len(streams) < 20:
+                with suppress(OverloadedError):
+                    streams.append(await client.submit([len(streams)] * 40, GREEDY, data_parallel_rank=0))
+                await anyio.lowlevel.checkpoint()
+            put = client.core.put
+
+            def counted(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> int:
+                sent.append(request.request_id)
+                return put(request, *args, **kwargs)
+
+            client.core.put = counted  # type: ignore[method-assign]
+            client.core.session.engines[0].child.kill()
+            await until(client, RankState.RESTARTING)
+            await until(client, RankState.READY)
+            await anyio.wait_all_tasks_blocked()
+            waiting = client._entered_desk().resubmissions.waiting()
+            assert waiting and len(sent) == 20 - len(waiting)
+            for stream in streams:
+                stream.close_nowait()

@@ -61,14 +61,18 @@ def grandchildren(lines: tuple[str, ...]) -> list[int]:
 @pytest.mark.blocking_ok
 @pytest.mark.case("K33", budget_s=5)
 async def test_a_failed_start_tells_all_and_leaves_no_grandchild(family: None) -> None:
+    """Within 5 s of the failure, which comes right behind the stage's name."""
+
     def on_progress(status: Status) -> None:
-        if status.stage == "loading":  # in which it fails
+        if status.stage == "loading":
             limit.deadline = anyio.current_time() + 5
 
-    with anyio.fail_after(20) as limit, pytest.raises(EngineStartupError) as caught:
-        engine = EmbeddedEngine(runner="family:create_failing")
-        async with EngineClient(engine=engine, on_progress=on_progress):
-            pytest.fail("it must not become ready")
+    client = EngineClient(engine=EmbeddedEngine(runner="family:create_failing"), on_progress=on_progress)
+    with anyio.fail_after(60) as limit:
+        with pytest.raises(EngineStartupError) as caught:
+            async with client:
+                pytest.fail("it must not become ready")
+        await anyio.lowlevel.checkpoint()  # what was shielded may have overrun the limit
     error = caught.value
     assert (error.rank, error.stage, error.exit_code, error.signal) == (0, "loading", 1, None)
     assert error.child_exception == "family.NoSuchWeights: tensor lm_head.weight is missing"
@@ -93,11 +97,12 @@ async def test_a_start_that_is_cancelled_at_any_stage_leaves_nothing(family: Non
             limit.deadline = anyio.current_time() + 1
 
     client = EngineClient(engine=EmbeddedEngine(runner="family:create_hanging"), on_progress=on_progress)
-    with anyio.fail_after(20) as limit:
+    with anyio.fail_after(60) as limit:
         with anyio.CancelScope() as scope:
             async with client:
                 pytest.fail("it must not become ready")
         assert scope.cancelled_caught
+        await anyio.lowlevel.checkpoint()  # what was shielded may have overrun the limit
     assert stage in seen and "ready" not in seen
 
 
@@ -192,11 +197,11 @@ def test_a_signal_while_it_starts(stage: str, backend: str, number: signal.Signa
         assert host.stdout is not None
         assert host.stdout.readline() == "there\n"
         family = psutil.Process(host.pid).children(recursive=True)
+        deadline_s = time.monotonic() + 5  # of K34
         host.send_signal(number)
-        _, errors = host.communicate(timeout=10)
+        _, errors = host.communicate(timeout=5)
         assert ("KeyboardInterrupt" in errors) is (number == signal.SIGINT)
         assert "ResourceWarning" not in errors
-        deadline_s = time.monotonic() + 5
         for process in family:
             while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 assert time.monotonic() < deadline_s, f"{process} was left"

@@ -216,6 +216,26 @@ def test_a_prefix_cache_is_not_reset_under_running_requests_unless_they_are_to_s
     assert tokens_of(outputs, "a") == expected_tokens(list(range(20)), 6)
 
 
+def test_a_pause_that_clears_the_cache_has_frozen_requests_computed_again() -> None:
+    """As vLLM: ``clear_cache`` is on by default, and takes the blocks of those that are kept."""
+    engine = core()
+    prompt = list(range(20))
+    add(engine, "a", prompt, max_tokens=6)
+    outputs = [output for _, output in engine.step()]
+    engine.utility("pause_scheduler", ["keep"])
+    assert engine.scheduler_stats().kv_cache_usage == 0.0
+    assert not engine.has_work()
+    engine.utility("resume_scheduler", [])
+    outputs += run(engine)
+    assert tokens_of(outputs, "a") == expected_tokens(prompt, 6)
+    engine.utility("pause_scheduler", ["wait"])
+    assert run(engine) == []
+    engine.utility("resume_scheduler", [])
+    add(engine, "b", prompt, max_tokens=1)
+    (output,) = run(engine)
+    assert output.prefill_stats is not None and output.prefill_stats.num_cached_tokens == 0
+
+
 def test_without_a_prefix_cache_everything_is_computed() -> None:
     engine = core(enable_prefix_caching=False)
     for name in "ab":

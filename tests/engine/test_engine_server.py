@@ -139,7 +139,7 @@ def test_pause_keep_freezes_and_resume_goes_on(frontend: ForeignFrontend) -> Non
     frontend.start(step_delay_s=0.002)
     frontend.add("a", PROMPT, max_tokens=50)
     first = frontend.receive()[1]
-    _, _, before = frontend.call("pause_scheduler", "keep")
+    _, _, before = frontend.call("pause_scheduler", "keep", False)
     assert frontend.call("is_scheduler_paused") == (None, True, [])
     assert frontend.statistics()["num_running_requests"] == 1
     frontend.call_nowait("resume_scheduler")

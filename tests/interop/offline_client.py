@@ -35,7 +35,10 @@ class OfflineClient:
         self.sent: dict[str, list[bytes]] = {}
         self.aborted: list[str] = []
         session = SimpleNamespace(
-            connection=self.connection, fences=SimpleNamespace(look_at_late_outputs=lambda: None), on_room=None
+            connection=self.connection,
+            fences=SimpleNamespace(look_at_late_outputs=lambda: None),
+            on_room=None,
+            settings=SimpleNamespace(restart=None),
         )
         core: Any = SimpleNamespace(session=session, add=self._add, abort=self._abort)
         self.desk = RequestDesk(core, AdmissionSettings())
@@ -48,9 +51,10 @@ class OfflineClient:
         self.sent[request.request_id] = [bytes(frame) for frame in self.connection.add(request, 0, consumer)[1:]]
         return 0
 
-    def _abort(self, request_ids: list[str]) -> None:
+    def _abort(self, request_ids: list[str]) -> tuple[str, ...]:
         self.aborted += [one for one in request_ids if one in self.connection.requests.live]
         self.connection.abort(request_ids)
+        return ()
 
     def run(self, case: dict[str, Any]) -> list[Any]:
         """What is seen at each take of ``case``, in the form of ``vllm_text_child.py``."""

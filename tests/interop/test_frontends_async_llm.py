@@ -54,7 +54,7 @@ def pair(vllm_python: str, model: Path, tmp_path_factory: pytest.TempPathFactory
     ):
         ready = llm.wait_for("ready")
         assert ready["max_model_len"] == MAX_MODEL_LEN
-        assert ready["tasks"] == ["generate"]
+        assert ready["tasks"] == ["generate", "embed"]
         yield Pair(llm, engine)
 
 

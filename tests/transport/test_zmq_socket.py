@@ -161,7 +161,7 @@ async def test_binding_shows_a_message_that_waited(links: ZmqLinks, parked: bool
 async def test_a_cancelled_task_passes_the_watch_on(links: ZmqLinks, leaving: str) -> None:
     """Two tasks wait for different things, one of them on the descriptor; it leaves, and the other must still wake."""
     here, there = full_pair(links)
-    with anyio.fail_after(10):
+    with anyio.fail_after(1):
         async with anyio.create_task_group() as tasks:
             scope = anyio.CancelScope()
 

@@ -95,6 +95,7 @@ class Admission:
         self._settings = settings
         self._closed: Callable[[], EngineError] | None = None
         self._closed_for: set[int] | None = None
+        self._awaited: set[int] = set()  # those of them that were being started again when it was closed
         self._waits_while_closed = False
         self._arrivals: OrderedDict[Ticket, None] = OrderedDict()
         self._prepared: OrderedDict[Ticket, None] = OrderedDict()
@@ -119,9 +120,11 @@ class Admission:
         self, error: Callable[[], EngineError], *, wait: bool | None = None, ranks: Iterable[int] | None = None
     ) -> None:
         """Let nobody in from now on: they fail with ``error``, or wait for :meth:`open` (``None``: as the client was
-        told, see ``admission``). ``ranks``: on whose account; when they are all gone, it is open again. Synchronous."""
+        told, see ``admission``). ``ranks``: on whose account, also of those that are being started again; when they
+        are all gone, it is open again. Synchronous."""
         self._closed = error
         self._closed_for = None if ranks is None else set(ranks)
+        self._awaited = set(self._closed_for or ()).intersection(self._session.restarts.pending)
         self._waits_while_closed = self._settings.admission == "wait" if wait is None else wait
         self.look()
 
@@ -196,9 +199,11 @@ class Admission:
     def look(self) -> None:
         """There may be room, or a rank has gone: who is next looks. Cheap if nobody waits. Synchronous."""
         if self._closed is not None and self._closed_for is not None:
-            self._closed_for.intersection_update(self._session.connection.rota.serving)
+            self._awaited.intersection_update(self._session.restarts.pending)
+            self._closed_for.intersection_update({*self._session.connection.rota.serving, *self._awaited})
             if not self._closed_for:
                 self._closed = None
+                self._session.restarts.look()
         for queue in (self._prepared, self._arrivals):
             if queue:
                 next(iter(queue)).wake()

@@ -17,7 +17,7 @@ import anyio
 import anyio.lowlevel
 from msgspec.structs import replace
 
-from anyengine.exceptions import EngineError, OverloadedError
+from anyengine.exceptions import EngineAsleepError, EngineError, OverloadedError
 from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind, SamplingParams
 
@@ -252,8 +252,8 @@ class RequestGroup:
         )
         try:
             self._sent[index] = await stream.start()
-        except OverloadedError as exc:
-            if self._streams:
+        except (OverloadedError, EngineAsleepError) as exc:
+            if self._streams:  # it had to be let in at once; when it is the only one, it may wait, or is refused
                 self._put_back = (index, task)
                 return False
             self._fail(index, exc)

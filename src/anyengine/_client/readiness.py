@@ -48,14 +48,16 @@ class EngineReadiness:
 
     def has_loaded(self, adapter: LoRARequest) -> bool:
         """Whether the engine has surely loaded it: it keeps those that were used last, as many as it has room for."""
-        known = self._core.session.connection.adapters
-        for rank in self._core.ranks:  # somebody may have removed it by a call of their own
-            if known.of(rank).get(adapter.lora_int_id) != adapter.lora_path:
-                return False
-        if adapter not in self._loaded:
+        if adapter not in self._loaded or not self.is_everywhere(adapter):
             return False
         self._loaded[adapter] = self._loaded.pop(adapter)
         return True
+
+    def is_everywhere(self, adapter: LoRARequest) -> bool:
+        """Whether every rank that takes requests has confirmed that it loaded it: somebody may have removed it by a
+        call of their own, and an engine that was started again has none."""
+        known = self._core.session.connection.adapters
+        return all(known.of(rank).get(adapter.lora_int_id) == adapter.lora_path for rank in self._core.ranks)
 
     async def load(self, adapter: LoRARequest, room: int) -> None:
         """Have the engine load it; ``room`` is how many it keeps at least. Of many who want it at once, one calls.

@@ -146,7 +146,8 @@ class RequestControl:
         """See :class:`EngineOperations`."""
         session, desk = self._core.usable_session(), self._entered_desk()
         was_open = desk.admission.is_open
-        desk.admission.close(partial(_asleep, engine_is), ranks=session.connection.rota.serving)
+        ranks = session.connection.rota.serving or session.restarts.pending  # the call goes to the first that is back
+        desk.admission.close(partial(_asleep, engine_is), ranks=ranks)
         if ends_requests:
             for state in desk.live():
                 state.abort_expected = True

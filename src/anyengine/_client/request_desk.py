@@ -22,7 +22,7 @@ from anyengine.exceptions import (
     EngineDeadError,
     RequestTimeout,
 )
-from anyengine.params import PoolingParams, SamplingParams
+from anyengine.params import LoRARequest, PoolingParams, SamplingParams
 from anyengine.policies import RetryPolicy
 
 from .admission import Admission, AdmissionSettings, Ticket
@@ -130,7 +130,14 @@ class RequestDesk:
             await self._readiness.load(adapter, builder.limits.max_loras)
         length = prepared.tensor.shape[0] if isinstance(prepared, Embeddings) else _length(prepared)
         await self.admission.clear(ticket, length)
+        while adapter is not None and self._lacks(ticket, adapter):
+            # While it waited, a rank has come back from a restart, and has none.
+            await self._readiness.load(adapter, builder.limits.max_loras)
+            await self.admission.clear(ticket, length)
         return prepared
+
+    def _lacks(self, ticket: Ticket, adapter: LoRARequest) -> bool:
+        return not ticket.aborted and not self._readiness.is_everywhere(adapter)
 
     def check_usable(self) -> None:
         """Raise why nothing can be asked of the client any more, if so.
@@ -303,6 +310,7 @@ class RequestDesk:
         session.connection.requests.fail_all(cause)
         session.connection.utilities.fail_all(cause)
         session.told_everyone()
+        self._look()  # who waits for ends looked when the session ended, which was before these
 
 
 def _make_state(

@@ -184,21 +184,22 @@ class Resubmissions:
         self._session.tasks.start_soon(self._session.own, self._send_again, submission, delay_s)
 
     async def _send_again(self, submission: Submission, delay_s: float) -> None:
-        state = submission.state
+        state, rank = submission.state, submission.request.data_parallel_rank
         await anyio.sleep(delay_s)
         while self._waits(state):
             try:
                 await anyio.lowlevel.checkpoint()
-                await self._wait_rank(submission.request.data_parallel_rank)
-                await self._load_adapter(submission.request)
-                await self._core.wait_room()
+                await self._wait_rank(rank)
+                await self._session.send_budget.wait_room(rank)
+                if await self._load_adapter(submission.request) or not self._is_taken(rank):
+                    continue  # meanwhile a rank may have died, or come back without it, or a pause have begun
                 if not self._waits(state):
                     return
                 request = submission.next_request()
                 submission.sent(request, self._core.put(request, submission))
                 self._leave(state)
             except (EngineDeadError, OverloadedError) as exc:
-                if self._is_hopeless(submission.request.data_parallel_rank):
+                if self._is_hopeless(rank):
                     self._give_up(submission, exc)
             except EngineError as exc:
                 self._give_up(submission, exc)
@@ -228,20 +229,24 @@ class Resubmissions:
     async def _wait_rank(self, rank: int | None) -> None:
         session = self._session
         while not self._is_hopeless(rank):
-            serving = session.connection.rota.serving
-            takes = bool(serving) if rank is None else rank in serving
-            if takes and self._admission.is_open:  # a pause of those that serve holds for it, too
+            if self._is_taken(rank):
                 return
             await session.restarts.wait_change()
         session.check_usable()
         raise session.burials.death(session.ranks[0] if rank is None else rank)
 
-    async def _load_adapter(self, request: EngineCoreRequest) -> None:
-        """An engine that was started again has none."""
+    def _is_taken(self, rank: int | None) -> bool:
+        """Whether it may be sent now. (A pause of those that serve holds for it, too.)"""
+        serving = self._session.connection.rota.serving
+        return self._admission.is_open and (bool(serving) if rank is None else rank in serving)
+
+    async def _load_adapter(self, request: EngineCoreRequest) -> bool:
+        """An engine that was started again has none: whether one had to be asked. Does not wait otherwise."""
         adapter = request.lora_request
         if adapter is None:
-            return
+            return False
         connection = self._session.connection
         lacking = [rank for rank in connection.rota.serving if adapter.lora_int_id not in connection.adapters.of(rank)]
         if lacking:
             await self._core.utility_on(lacking, "add_lora", adapter)
+        return bool(lacking)

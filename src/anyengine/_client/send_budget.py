@@ -63,14 +63,14 @@ class SendBudget:
             return any(self.has_room(rank, coming_bytes) for rank in serving)
         return not session.restarts.are_awaited
 
-    async def wait_room(self) -> None:
-        """Wait until :meth:`any_room`.
+    async def wait_room(self, rank: int | None = None) -> None:
+        """Wait until :meth:`any_room`; or, for what only ``rank`` may have, until that one has room, or is no more.
 
         Cancellation: safe.
         """
         self.waiting += 1
         try:
-            while not self.any_room():
+            while not (self.any_room() if rank is None else self._is_free(rank)):
                 await self._changed.wait()
         finally:
             self.waiting -= 1
@@ -101,6 +101,10 @@ class SendBudget:
             self._changed.set()
             self._changed = anyio.Event()
         self._session.on_room()
+
+    def _is_free(self, rank: int) -> bool:
+        session = self._session
+        return session.cause is not None or rank not in session.connection.rota.serving or self.has_room(rank)
 
     def _unread_bytes(self, rank: int) -> int:
         account = self._accounts[rank]

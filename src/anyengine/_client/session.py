@@ -197,11 +197,11 @@ class Session:
         Cancellation: safe.
         """
         await self._idle.wait()
-        self._idle = anyio.Event()
 
     def note_idle(self) -> None:
-        """The last request in flight has left."""
+        """The last request in flight has left: everyone who waits for that looks. Synchronous."""
         self._idle.set()
+        self._idle = anyio.Event()
 
     def check_thread(self) -> None:
         """Refuse another thread or event loop than the session's, before anything is touched.
@@ -232,7 +232,7 @@ class Session:
         self.feed.close()
         self.burials.all_end(cause)
         self.ended.set()
-        self._idle.set()
+        self.note_idle()
         self.send_budget.wake()
         self.restarts.look()
         if not self.in_order:

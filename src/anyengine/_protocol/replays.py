@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from anyengine._wire import EngineCoreRequest, WireSamplingParams
+from anyengine._wire import EngineCoreRequest
 
 __all__ = ["continued", "why_not_replayed"]
 
@@ -30,8 +30,6 @@ _CARRIED: Final = frozenset(
         "mm_features", "priority", "prompt_token_ids", "request_id", "sampling_params", "trace_headers",
     )
 )  # fmt: skip
-_SAMPLING: Final = msgspec.structs.fields(WireSamplingParams)
-_REQUEST: Final = msgspec.structs.fields(EngineCoreRequest)
 
 
 def why_not_replayed(request: EngineCoreRequest, num_received: int) -> str | None:
@@ -45,8 +43,8 @@ def why_not_replayed(request: EngineCoreRequest, num_received: int) -> str | Non
         return "its prompt is not made of tokens alone"
     if sampling.seed is not None and sampling.temperature > 0:
         return "with a seed, its random numbers would begin anew"
-    for fields, carrier, portable in ((_SAMPLING, sampling, _ANYWHERE | {"seed"}), (_REQUEST, request, _CARRIED)):
-        for field in fields:
+    for carrier, portable in ((sampling, _ANYWHERE | {"seed"}), (request, _CARRIED)):
+        for field in msgspec.structs.fields(carrier):
             if field.name not in portable and getattr(carrier, field.name) != _default(field):
                 return f"{field.name} depends on where the prompt ends"
     return None

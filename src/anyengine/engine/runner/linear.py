@@ -32,7 +32,8 @@ class Linear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
+        self.out_features: int = weight.shape[0]
+        self.in_features: int = weight.shape[1]
         self._packed: Any = None
         if _can_pack(weight):
             # What torch.compile uses for constant weights (its name is private, its schema has not changed since 2.0).

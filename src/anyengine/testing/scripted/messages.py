@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -27,7 +27,8 @@ __all__ = [
     "unpack",
 ]
 
-pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
+pack: Callable[[Any], bytes] = msgspec.msgpack.encode
+unpack: Callable[[bytes], Any] = msgspec.msgpack.decode
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 FINISH = {"stop": 0, "length": 1, "abort": 2, "error": 3, "repetition": 4}
