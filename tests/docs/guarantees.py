@@ -11,6 +11,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -166,6 +167,7 @@ class Shown:
     limit_s: float | None
 
 
+@cache
 def shown() -> dict[str, list[Shown]]:
     """The tests of each row."""
     found: dict[str, set[Shown]] = defaultdict(set)
