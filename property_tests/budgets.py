@@ -17,7 +17,7 @@ __all__ = ["BUDGET", "PROFILE", "SEED", "Budget"]
 @dataclass(frozen=True)
 class Budget:
     """``machine_steps`` are shared among the state machines; ``every`` explores one cancellation point of so many,
-    in ``phases`` relations to the engine's steps; ``real_points`` are those with a process behind ZeroMQ."""
+    in ``phases`` relations to the engine's steps, and in ``process_phases`` with a process behind ZeroMQ."""
 
     machine_steps: int
     every: int

@@ -13,7 +13,14 @@ import trio.abc
 import trio.lowlevel
 import trio.testing
 
-from anyengine import EngineClient, RequestRejected, RequestStream, RequestTimeout, SamplingParams
+from anyengine import (
+    EngineClient,
+    EngineUnresponsiveError,
+    RequestRejected,
+    RequestStream,
+    RequestTimeout,
+    SamplingParams,
+)
 from anyengine._client.deadlines import _PRUNE_FROM, Deadlines, TimedRequestState, Timeouts
 from anyengine._client.request_state import RequestState
 from anyengine._client.wakeup import make_parker
@@ -203,6 +210,30 @@ async def test_a_call_is_over_when_its_time_is(how: str) -> None:
         assert [token async for out in stream for token in out.token_ids] == expected_tokens([1], 100)
         statistics = client.statistics()
         assert (statistics["late_utility_replies"], statistics["utility_calls_in_flight"]) == (1, 0)
+
+
+@pytest.mark.case("K04")
+async def test_a_health_check_is_over_when_its_time_is() -> None:
+    """One rank serves fifty streams, and one reads everything and never answers: it alone is named, by each of several
+    checks at a time; the streams go on."""
+    silent = UtilityRule(method="is_sleeping", do="never")
+    engines = [ScriptedTwin(Script(step_interval_s=0.01)), ScriptedTwin(Script(utilities=(silent,)))]
+    async with EngineClient(engine=[one.engine for one in engines], liveness_timeout_s=None) as client:
+        streams = [await client.submit([n], SamplingParams(max_tokens=60), data_parallel_rank=0) for n in range(50)]
+        began_s = anyio.current_time()
+
+        async def check(timeout_s: float) -> None:
+            health = await client.health("rpc", timeout_s=timeout_s)
+            assert anyio.current_time() - began_s == pytest.approx(timeout_s, abs=0.01)
+            assert ([rank.verdict for rank in health.ranks], health.silent) == (["healthy", "silent"], (1,))
+            with pytest.raises(EngineUnresponsiveError, match=r"1 \(silent\)"):
+                health.raise_unhealthy()
+
+        async with anyio.create_task_group() as tasks:
+            for timeout_s in (0.1, 0.2, 0.5):
+                tasks.start_soon(check, timeout_s)
+        for n, stream in enumerate(streams):
+            assert [token async for out in stream for token in out.token_ids] == expected_tokens([n], 60)
 
 
 class _Moments(trio.abc.Instrument):

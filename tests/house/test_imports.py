@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -70,7 +71,9 @@ for module in pkgutil.walk_packages(anyengine.__path__, "anyengine."):
 
 
 def python(source: str) -> str:
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", source]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
