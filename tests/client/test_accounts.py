@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 import time
 from contextlib import suppress
 
 import anyio
+import anyio.lowlevel
 import psutil
 import pytest
 import zmq
 from engines import toy
 from memory_engines import in_loop
+from remote_peers import RemotePeers
 
-from anyengine import ClientFailedError, EngineClient, EngineCoreClient, SamplingParams
+from anyengine import ClientFailedError, EngineClient, EngineCoreClient, RemoteEngine, RetryPolicy, SamplingParams
 from anyengine._protocol.requests import RequestRegistry
+from anyengine.testing.scripted import Fault, Script, ScriptedTwin
 
 pytestmark = pytest.mark.anyio
 
@@ -60,6 +64,36 @@ async def test_strict_names_the_request_that_is_left(strict: bool, monkeypatch: 
                 await live()
         else:
             await live()
+
+
+async def test_a_snapshot_names_what_may_be_sent_again() -> None:
+    retries = RetryPolicy()
+    with anyio.fail_after(10):
+        async with EngineClient(engine=in_loop(step_s=0.05), retries=retries) as client:
+            async with client.generate([1], SamplingParams(max_tokens=2000), request_id="mine"):
+                assert [name.startswith("'mine' on rank 0 (") for name in client.debug_snapshot().requests] == [True]
+
+
+async def test_a_doubt_that_the_end_overtakes_leaves_no_call() -> None:
+    """A connection has gone, and everybody would be asked a moment later; the engine would not answer."""
+    hangs = Fault(do="hang", direction="in", kind="utility")
+    with anyio.fail_after(10):
+        async with EngineClient(
+            engine=ScriptedTwin(Script(faults=(hangs,), shutdown_delay_s=0.1)).engine, strict=True, shutdown_grace_s=0.1
+        ) as client:
+            stranger = client.core.session.endpoints.inputs.connect(b"stranger")
+            await anyio.wait_all_tasks_blocked()
+            stranger.close()
+            while "Liveness._ask_all" not in client.debug_snapshot().tasks:
+                await anyio.lowlevel.checkpoint()
+
+
+async def test_an_engine_of_somebody_elses_that_hangs_leaves_no_call() -> None:
+    """Leaving asks it whether it has taken the aborts."""
+    with anyio.fail_after(30), RemotePeers("serve") as peers:
+        engine = RemoteEngine(handshake="tcp://127.0.0.1:*")
+        async with EngineClient(engine=engine, strict=True, shutdown_grace_s=0.1, on_progress=peers.joining):
+            peers.processes[0].send_signal(signal.SIGSTOP)
 
 
 @pytest.mark.feature("L17")

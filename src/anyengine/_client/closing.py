@@ -223,12 +223,17 @@ async def _see_off(session: Session, engine: SupervisedEngine, deadline_s: float
 async def _settle_aborts(session: Session) -> None:
     """Wait until engines that live on have taken our aborts: closing the sockets drops what is still under way."""
     await session.stop_drain()  # it may have been cancelled already: from here on we read
-    unsettled = set(session.connection.rota.serving)
-    for rank in tuple(unsettled):
-        _, frames = session.connection.utility(PROBE, (), rank, partial(unsettled.discard, rank))
-        try:
-            session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
-        except PeerUnreachable:
-            unsettled.discard(rank)
-    while unsettled:
-        session.receive(await session.endpoints.outputs.drain())
+    unsettled, call_ids = set(session.connection.rota.serving), list[int]()
+    try:
+        for rank in tuple(unsettled):
+            call, frames = session.connection.utility(PROBE, (), rank, partial(unsettled.discard, rank))
+            call_ids.append(call.call_id)
+            try:
+                session.endpoints.inputs.send_nowait([engine_identity(rank), *frames])
+            except PeerUnreachable:
+                unsettled.discard(rank)
+        while unsettled:
+            session.receive(await session.endpoints.outputs.drain())
+    finally:
+        for call_id in call_ids:
+            session.connection.utilities.forget(call_id)

@@ -11,8 +11,6 @@ import msgspec
 
 from anyengine.exceptions import ClientFailedError
 
-from .request_state import RequestState
-
 if TYPE_CHECKING:
     from anyengine._protocol import PendingCall
     from anyengine._protocol.requests import RequestEntry
@@ -67,5 +65,5 @@ def _call_name(call: PendingCall) -> str:
 
 
 def _request_name(entry: RequestEntry) -> str:
-    label = entry.consumer.label if isinstance(entry.consumer, RequestState) else "-"
+    label = getattr(entry.consumer, "label", "-")  # a low-level client's requests have none
     return f"{label!r} on rank {entry.rank} ({entry.request_id})"

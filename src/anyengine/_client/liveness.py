@@ -156,8 +156,9 @@ class Liveness:
         # libzmq tells of the end of a connection before it forgets the peer; of many that end, this asks once.
         await anyio.sleep(_RETRY_S)
         self._looking_twice = False
-        for rank in self._session.connection.rota.serving:
-            self._ask(rank)
+        if self._session.is_ready:  # a call that is made after the end is answered by nobody
+            for rank in self._session.connection.rota.serving:
+                self._ask(rank)
 
     def _ask(self, rank: int) -> None:
         session = self._session

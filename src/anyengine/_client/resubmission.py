@@ -42,6 +42,11 @@ class Submission:
         self.state = state
         self.received: list[int] = []
 
+    @property
+    def label(self) -> str:
+        """What its user calls it."""
+        return self.state.label
+
     def push(self, output: EngineCoreOutput) -> bool:
         """Take one output from the engine; whether the request ends here, although the engine would go on."""
         if output.finish_reason is not None and self._may_pass(output) and self._desk.retry(self):
