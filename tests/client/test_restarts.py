@@ -221,6 +221,32 @@ async def test_a_pause_while_no_engine_serves_holds_for_the_next_one() -> None:
             assert len(await tokens(client, [1])) == 5
 
 
+@pytest.mark.parametrize("moment", ["inside", "waiting"])
+async def test_a_paused_block_is_cancelled_at_once_while_no_engine_serves(moment: str) -> None:
+    """There is nobody to be told to resume."""
+    policy = RestartPolicy(backoff_s=1000)
+    with anyio.fail_after(10):
+        async with EngineClient(engine=Incarnations(Script()).engine, restart=policy) as client:
+            async with anyio.create_task_group() as tasks:
+                entered = anyio.Event()
+
+                async def pause() -> None:
+                    async with client.paused():
+                        entered.set()
+                        await anyio.sleep_forever()
+
+                if moment == "inside":
+                    tasks.start_soon(pause)
+                    await entered.wait()
+                client.core.session.engines[0].child.kill()
+                await until(client, RankState.RESTARTING)
+                if moment == "waiting":
+                    tasks.start_soon(pause)
+                    await anyio.wait_all_tasks_blocked()
+                tasks.cancel_scope.cancel()
+            assert client._entered_desk().admission.is_open
+
+
 async def test_what_a_pause_held_up_goes_on_with_a_rank_that_is_not_paused() -> None:
     """One of two paused ranks is back, and new; the other one dies too, and with it the pause."""
     silent = Script(requests=(RequestRule(silent=True),))
