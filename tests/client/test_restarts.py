@@ -294,6 +294,20 @@ async def test_a_rank_that_comes_back_while_a_request_waits_has_its_adapter_load
             assert len(found) == 2 and len(two.added()) == 1
 
 
+async def test_a_request_with_an_adapter_waits_for_its_own_rank() -> None:
+    """Which is being started again, and has no adapter yet: that is no fault of the request's."""
+    script = Script(registration={"supports_lora": True, "max_loras": 2})
+    one, two = Incarnations(script), Incarnations(script)
+    policy = RestartPolicy(backoff_s=0.1, jitter=0)
+    with anyio.fail_after(10):
+        async with EngineClient(engine=[one.engine, two.engine], restart=policy) as client:
+            client.core.session.engines[1].child.kill()
+            await until(client, RankState.RESTARTING, 1)
+            stream = client.generate([1], SHORT, lora_request=LoRARequest("a", 1, "/a"), data_parallel_rank=1)
+            assert len((await stream.final()).token_ids) == 5
+            assert (one.added(), len(two.added())) == ([], 1)
+
+
 async def test_a_hung_engine_is_started_again() -> None:
     with anyio.fail_after(30):
         async with EngineClient(engine=toy(), restart=SOON, liveness_timeout_s=0.8, shutdown_grace_s=0.1) as client:
