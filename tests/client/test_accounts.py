@@ -19,15 +19,18 @@ from remote_peers import RemotePeers
 
 from anyengine import ClientFailedError, EngineClient, EngineCoreClient, RemoteEngine, RetryPolicy, SamplingParams
 from anyengine._protocol.requests import RequestRegistry
-from anyengine.testing.scripted import Fault, Script, ScriptedTwin
+from anyengine.testing.scripted import Fault, RequestRule, Script, ScriptedTwin, UtilityRule
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.feature("L43")
 async def test_a_snapshot_names_what_is_held() -> None:
+    answers_nothing = Script(
+        requests=(RequestRule(silent=True),), utilities=(UtilityRule(method="is_sleeping", do="never"),)
+    )
     with anyio.fail_after(10):
-        async with EngineClient(engine=in_loop(step_s=1000), strict=True) as client:
+        async with EngineClient(engine=ScriptedTwin(answers_nothing).engine, strict=True) as client:
             idle = client.debug_snapshot()
             assert (idle.state, idle.requests, idle.utility_calls) == ("ready", (), ())
             assert idle.tasks["Session.drain_outputs"] == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ import anyio, ctypes, multiprocessing, os, signal, sys
 from anyengine import EmbeddedEngine, EngineClient, SamplingParams
 
 how, stage, start = sys.argv[1:4]
+kin, stage = stage.startswith("kin "), stage.removeprefix("kin ")
 
 def die():
     print("dying", flush=True)
@@ -34,7 +36,7 @@ def die():
 
 def engine():
     options = {"step_delay_s": 0.01, "hang_on_load": stage == "loading"}
-    return EmbeddedEngine(runner="RUNNER", runner_options=options)
+    return EmbeddedEngine(runner="kin:create" if kin else "RUNNER", runner_options=options)
 
 def on_progress(status):
     if status.stage == stage:
@@ -65,6 +67,17 @@ if __name__ == "__main__":
         host.join()
 """.replace("RUNNER", RUNNER)
 
+KIN = """
+import subprocess, sys
+from MODULE import NAME
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+
+def create(config, report):
+    for _ in range(2):
+        subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=sys.stderr)
+    return NAME(config, report)
+""".replace("MODULE", RUNNER.partition(":")[0]).replace("NAME", RUNNER.partition(":")[2])
 
 LIMIT_S = 5  # of K10
 
@@ -73,14 +86,16 @@ def die(tmp_path: Path, how: str, stage: str, start: str = "direct") -> None:
     """Run a host to its death; every process that it had started is gone within the limit."""
     program = tmp_path / "host.py"
     program.write_text(HOST)
+    (tmp_path / "kin.py").write_text(KIN)
     with subprocess.Popen(
         [sys.executable, str(program), how, stage, start],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2] / 'src'}"},
     ) as host:  # fmt: skip
         assert host.stdin is not None and host.stdout is not None
         assert host.stdout.readline() == "dying\n"
         family = psutil.Process(host.pid).children(recursive=True)
-        assert len(family) >= (2 if stage.startswith("two") else 1)
+        assert len(family) >= (3 if stage.startswith("kin") else 2 if stage.startswith("two") else 1)
         host.stdin.write("\n")
         host.stdin.close()
         deadline_s = time.monotonic() + LIMIT_S
@@ -97,7 +112,8 @@ def die(tmp_path: Path, how: str, stage: str, start: str = "direct") -> None:
     ("how", "stage"),
     [("kill", stage) for stage in ("spawned", "importing", "loading", "idle", "streaming")]
     + [("exit", stage) for stage in ("spawned", "loading", "streaming")]
-    + [("segfault", stage) for stage in ("importing", "loading", "idle")],
+    + [("segfault", stage) for stage in ("importing", "loading", "idle")]
+    + [("kill", f"kin {stage}") for stage in ("loading", "idle", "streaming")],
 )
 def test_no_engine_outlives_its_host(tmp_path: Path, private_temp_dir: Path, how: str, stage: str) -> None:
     die(tmp_path, how, stage)

@@ -221,6 +221,32 @@ async def test_a_pause_while_no_engine_serves_holds_for_the_next_one() -> None:
             assert len(await tokens(client, [1])) == 5
 
 
+@pytest.mark.parametrize("moment", ["inside", "waiting"])
+async def test_a_paused_block_is_cancelled_at_once_while_no_engine_serves(moment: str) -> None:
+    """There is nobody to be told to resume."""
+    policy = RestartPolicy(backoff_s=1000)
+    with anyio.fail_after(10):
+        async with EngineClient(engine=Incarnations(Script()).engine, restart=policy) as client:
+            async with anyio.create_task_group() as tasks:
+                entered = anyio.Event()
+
+                async def pause() -> None:
+                    async with client.paused():
+                        entered.set()
+                        await anyio.sleep_forever()
+
+                if moment == "inside":
+                    tasks.start_soon(pause)
+                    await entered.wait()
+                client.core.session.engines[0].child.kill()
+                await until(client, RankState.RESTARTING)
+                if moment == "waiting":
+                    tasks.start_soon(pause)
+                    await anyio.wait_all_tasks_blocked()
+                tasks.cancel_scope.cancel()
+            assert client._entered_desk().admission.is_open
+
+
 async def test_what_a_pause_held_up_goes_on_with_a_rank_that_is_not_paused() -> None:
     """One of two paused ranks is back, and new; the other one dies too, and with it the pause."""
     silent = Script(requests=(RequestRule(silent=True),))
@@ -266,6 +292,20 @@ async def test_a_rank_that_comes_back_while_a_request_waits_has_its_adapter_load
                 await until(client, RankState.READY, 1)
                 silent.abort()
             assert len(found) == 2 and len(two.added()) == 1
+
+
+async def test_a_request_with_an_adapter_waits_for_its_own_rank() -> None:
+    """Which is being started again, and has no adapter yet: that is no fault of the request's."""
+    script = Script(registration={"supports_lora": True, "max_loras": 2})
+    one, two = Incarnations(script), Incarnations(script)
+    policy = RestartPolicy(backoff_s=0.1, jitter=0)
+    with anyio.fail_after(10):
+        async with EngineClient(engine=[one.engine, two.engine], restart=policy) as client:
+            client.core.session.engines[1].child.kill()
+            await until(client, RankState.RESTARTING, 1)
+            stream = client.generate([1], SHORT, lora_request=LoRARequest("a", 1, "/a"), data_parallel_rank=1)
+            assert len((await stream.final()).token_ids) == 5
+            assert (one.added(), len(two.added())) == ([], 1)
 
 
 async def test_a_hung_engine_is_started_again() -> None:

@@ -64,9 +64,7 @@ SECTIONS: Final[dict[str, dict[str, Guarantee]]] = {
         "L32": Guarantee("Health has levels: process, main loop, generation"),
     },
     "Shutdown and leaks": {
-        "K10": Guarantee(
-            "When the host dies, no engine stays, at whatever stage (what an engine has started is its own to end)", 5
-        ),
+        "K10": Guarantee("When the host dies, no process of an engine of ours stays, at whatever stage", 5),
         "K11": Guarantee("Closing gives every consumer its end, within the grace period and two seconds"),
         "K12": Guarantee("Closing under load is silent", budget="1,000 times (deep)"),
         "K14": Guarantee("What a killed run has left is found and removed by the next"),

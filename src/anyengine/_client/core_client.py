@@ -26,6 +26,7 @@ from anyengine.exceptions import (
     EngineDeadError,
     EngineError,
     OverloadedError,
+    RequestRejected,
     WrongLoopError,
 )
 from anyengine.policies import RestartPolicy
@@ -196,7 +197,12 @@ class EngineCoreClient(EngineInfo):
             chosen = self._choose_rank(session) if wanted is None else session.check_rank(wanted, named)
             if not session.send_budget.has_room(chosen) and chosen in connection.rota.serving:
                 raise _overloaded(chosen, self._settings.max_unread_bytes)
-            frames = connection.add(request, chosen, self._batch if consumer is None else consumer)
+            try:
+                frames = connection.add(request, chosen, self._batch if consumer is None else consumer)
+            except RequestRejected:
+                if chosen in connection.rota.serving:
+                    raise
+                raise session.burials.death(chosen) from None  # that it has no adapters is no fault of the request's
             sent = False
             try:
                 session.send(chosen, frames)

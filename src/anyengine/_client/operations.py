@@ -36,6 +36,9 @@ _LATER_ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 class _Caller(Protocol):
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+
     async def utility_on(self, ranks: Iterable[int] | None, method: str, *args: Any) -> dict[int, Any]: ...
 
     def utility_arity(self, method: str) -> int | None: ...
@@ -97,9 +100,12 @@ class EngineOperations:
 
     async def resume_generation(self) -> None:
         """Go on after :meth:`pause_generation`."""
+        await self._resume(None)
+
+    async def _resume(self, ranks: Iterable[int] | None) -> None:
         was_closed = self._open_admission()  # what is sent from now on is behind the call
         try:
-            await self._call("resume_scheduler")
+            await self._call("resume_scheduler", ranks=ranks)
         except UtilityError:
             if was_closed:  # it did not come to that
                 self._close_admission("paused", ends_requests=False)
@@ -130,7 +136,7 @@ class EngineOperations:
     async def _resume_at_last(self) -> None:
         # Shielded: an engine that stays paused hangs everybody. Bounded: a hung engine must not hang us as well.
         with anyio.move_on_after(_RESUME_LIMIT_S, shield=True) as limit:
-            await self.resume_generation()
+            await self._resume(self._caller.ranks)  # one that is started again is not paused, and not waited for
         if limit.cancelled_caught:
             raise UtilityTimeout(
                 f"the engine was told to resume and has not answered for {_RESUME_LIMIT_S:g} s: it may still do so, "

@@ -23,12 +23,12 @@ def live_members(group: int) -> list[int]:
     return [int(entry.name) for entry in _members(group) if _runs(entry)]
 
 
-def kill_all_but_trackers(group: int) -> list[int]:
-    """SIGKILL to every process of ``group`` but resource trackers; which these were."""
+def kill_all_but_trackers(group: int, *, spare: int | None = None) -> list[int]:
+    """SIGKILL to every process of ``group`` but resource trackers and ``spare``; which these were."""
     killed: list[int] = []
     for entry in _members(group):
         with suppress(OSError, AttributeError):  # gone meanwhile; or no pidfd
-            if _runs(entry) and _kill_member(entry, group):
+            if int(entry.name) != spare and _runs(entry) and _kill_member(entry, group):
                 killed.append(int(entry.name))
     return killed
 

@@ -26,7 +26,8 @@ _GRACE_S = 1.0
 
 
 def arm_parent_death_signal() -> None:
-    """Ask Linux to kill this process when the thread that started it ends; elsewhere, standard input alone has to tell.
+    """Ask Linux for a SIGHUP when the thread that started this process ends; elsewhere, standard input alone has to
+    tell. It ends the process at once while nobody watches; then :class:`Lifeline` takes along what the process started.
 
     A host that died before the call is noticed by its process id; one that died before the first line here ran is
     noticed by the end of standard input.
@@ -34,7 +35,7 @@ def arm_parent_death_signal() -> None:
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, *map(ctypes.c_ulong, (signal.SIGKILL, 0, 0, 0)))
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, *map(ctypes.c_ulong, (signal.SIGHUP, 0, 0, 0)))
     if os.getppid() != parent:
         os._exit(1)
 
@@ -93,7 +94,8 @@ class Lifeline:
         """
         self._signal_sink.setblocking(False)
         signal.set_wakeup_fd(self._signal_sink.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM,) if self._launch_fd is not None else (signal.SIGTERM, signal.SIGINT):
+        hosted = self._launch_fd is not None
+        for number in (signal.SIGTERM, signal.SIGHUP) if hosted else (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda signum, frame: None)  # without one, nothing is written to the descriptor
         self._thread.start()
 
@@ -123,7 +125,9 @@ class Lifeline:
                 self._host_is_gone()
             if self._signals.fileno() in ready:
                 for number in self._signals.recv(64):
-                    if number in (signal.SIGTERM, signal.SIGINT):
+                    if number == signal.SIGHUP:
+                        self._host_is_gone()
+                    elif number in (signal.SIGTERM, signal.SIGINT):
                         self._signalled(number)
 
     def _signalled(self, number: int) -> None:
@@ -132,14 +136,25 @@ class Lifeline:
         self._request_stop()
 
     def _host_is_gone(self) -> None:
-        self._request_stop()
+        self._request_stop(after=_end_group)
         self._closing.wait(_GRACE_S)
+        _end_group()
         if not self._closing.is_set():
             os._exit(1)
 
-    def _request_stop(self) -> None:
+    def _request_stop(self, after: Callable[[], None] | None = None) -> None:
         with self._lock:
             if self._stop is None:
+                if after is not None:
+                    after()
                 os._exit(0)
             self._stop_requested = True
             self._stop()
+
+
+def _end_group() -> None:
+    """Kill what this process has started, which nobody else will: the host, who would have, is gone."""
+    if os.getpgrp() == os.getpid():  # else the group is somebody else's, too
+        from anyengine._process.orphans import kill_all_but_trackers
+
+        kill_all_but_trackers(os.getpid(), spare=os.getpid())

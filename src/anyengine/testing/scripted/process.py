@@ -21,6 +21,8 @@ from typing import Any, BinaryIO, NoReturn, Self
 import msgspec
 import zmq
 
+from anyengine._process.orphans import kill_all_but_trackers
+
 from .core import Acquire, Action, Close, Connect, Ended, Hang, Log, Report, ScriptedCore, Send, Sleep, SocketName
 from .records import Record, encode_record
 from .resources import take_resources
@@ -193,8 +195,13 @@ class _ProcessEngine:
                 raise _Ended
 
     def _host_is_gone(self) -> bool:
+        """Whether it is; then the grandchildren go first, which nobody else will end."""
         assert self._place.host_fd is not None
-        return not os.read(self._place.host_fd, 1024)
+        if os.read(self._place.host_fd, 1024):
+            return False
+        if os.getpgrp() == os.getpid():
+            kill_all_but_trackers(os.getpid(), spare=os.getpid())
+        return True
 
     def _end(self, exit_code: int, name_of_signal: str | None) -> NoReturn:
         if name_of_signal is not None:
