@@ -21,7 +21,20 @@ from .generation import Generation
 from .records import Record
 from .script import SPOILS, End, Fault, Script, StartupStage
 
-__all__ = ["Acquire", "Action", "Close", "Connect", "Ended", "Hang", "Log", "Report", "ScriptedCore", "Send", "Sleep"]
+__all__ = [
+    "Acquire",
+    "Action",
+    "Close",
+    "Connect",
+    "Ended",
+    "Hang",
+    "Log",
+    "Report",
+    "ScriptedCore",
+    "Send",
+    "Serve",
+    "Sleep",
+]
 
 SocketName: TypeAlias = Literal["handshake", "input", "output"]
 _KINDS = {b"\x00": "add", b"\x01": "abort", b"\x03": "utility"}
@@ -74,6 +87,11 @@ class Sleep:
 
 
 @dataclass(frozen=True, slots=True)
+class Serve:
+    """From now on a signal is an orderly end: before READY goes out, since whoever has it may send one at once."""
+
+
+@dataclass(frozen=True, slots=True)
 class Hang:
     """Neither read nor write any more."""
 
@@ -86,7 +104,7 @@ class Ended:
     signal: str | None = None
 
 
-Action: TypeAlias = Acquire | Connect | Send | Close | Report | Log | Sleep | Hang | Ended
+Action: TypeAlias = Acquire | Connect | Send | Close | Report | Log | Sleep | Serve | Hang | Ended
 
 
 class ScriptedCore:
@@ -198,6 +216,7 @@ class ScriptedCore:
         self._act(Connect("output", addresses["outputs"][0]))
         self._send("input", "registration", self._registration)
         self._enter("ready")
+        self._act(Serve())
         self._send("handshake", "ready", messages.pack({"status": "READY", **self._says}))
         self._act(Report("ready"))
 

@@ -17,7 +17,7 @@ from anyengine._process.status import ChildError, Status
 from anyengine._process.task_child import TaskExit, TaskHost
 from anyengine._transport.memory import MemoryDealer, MemoryLink, MemoryPush
 
-from .core import Acquire, Action, Close, Connect, Ended, Hang, Log, Report, ScriptedCore, Send, Sleep
+from .core import Acquire, Action, Close, Connect, Ended, Hang, Log, Report, ScriptedCore, Send, Serve, Sleep
 from .records import Record
 from .resources import take_resources
 from .script import Script
@@ -129,6 +129,8 @@ class _MemoryEngine:
                     self._host.log(text)
                 case Sleep(seconds):
                     await self._sleep(seconds)
+                case Serve():
+                    pass  # a task has no signals
                 case Hang():
                     await self._hang()
                 case Ended(exit_code, signal):

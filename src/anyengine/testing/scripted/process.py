@@ -23,7 +23,21 @@ import zmq
 
 from anyengine._process.orphans import kill_all_but_trackers
 
-from .core import Acquire, Action, Close, Connect, Ended, Hang, Log, Report, ScriptedCore, Send, Sleep, SocketName
+from .core import (
+    Acquire,
+    Action,
+    Close,
+    Connect,
+    Ended,
+    Hang,
+    Log,
+    Report,
+    ScriptedCore,
+    Send,
+    Serve,
+    Sleep,
+    SocketName,
+)
 from .records import Record, encode_record
 from .resources import take_resources
 from .script import Script
@@ -157,6 +171,8 @@ class _ProcessEngine:
                     sys.stderr.flush()
                 case Sleep(seconds):
                     self._idle(seconds)
+                case Serve():
+                    self._signals.catch()
                 case Hang():
                     self._signals.restore()
                     self._idle(None)
@@ -174,8 +190,6 @@ class _ProcessEngine:
         self._sockets[name] = socket
 
     def _report(self, stage: str, error: tuple[str, str] | None) -> None:
-        if stage == "ready":
-            self._signals.catch()
         if not self._reports:
             return
         status: dict[str, Any] = {"stage": stage}
