@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -14,6 +15,7 @@ from anyengine import (
     EngineCoreClient,
     EngineCoreRequest,
     EngineDeadError,
+    RequestRejected,
     RequestStream,
     SamplingParams,
 )
@@ -61,6 +63,17 @@ async def test_by_label_wire_id_stream_list_and_all() -> None:
     assert [one for ids in scripted.received("abort") for one in ids] == [add[0] for add in scripted.received("add")][
         :9
     ]
+
+
+@pytest.mark.parametrize("nonsense", [None, 3, b"a", ["a", 3], [None]], ids=repr)
+async def test_what_names_no_request_is_refused_and_aborts_nothing(nonsense: Any) -> None:
+    with anyio.fail_after(30):
+        async with EngineClient(engine=ScriptedTwin(SLOW).engine) as client:
+            stream = await client.submit([1], LONG, request_id="a")
+            with pytest.raises(RequestRejected, match="names no request") as caught:
+                await client.abort(nonsense)
+            assert (caught.value.parameter, bool(caught.value.remedy)) == ("request", True)
+            assert await client.abort("a") == (stream.wire_id,)
 
 
 @pytest.mark.case("K26")

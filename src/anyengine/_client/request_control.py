@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Literal, TypeAlias, Unpack
 
-from anyengine.exceptions import EngineAsleepError
+from anyengine.exceptions import EngineAsleepError, RequestRejected
 from anyengine.params import SamplingParams
 
 from .core_client import EngineCoreClient
@@ -84,12 +84,13 @@ class RequestControl:
         does nothing.
 
         Raises:
+            RequestRejected: what names no request; nothing has been aborted.
             DrainTimeout: an engine has not confirmed within ``timeout_s``; it names the ranks.
             EngineDeadError: the engine died, or the client is closed.
 
         Cancellation: the aborts have been sent; only the confirmation is not awaited.
         """
-        names = [request] if isinstance(request, str | RequestStream) else list(request)
+        names = _names(request)
         labels = {name for name in names if isinstance(name, str)}
         streams = {name for name in names if isinstance(name, RequestStream)}
         self._core.usable_session()
@@ -168,6 +169,19 @@ class RequestControl:
             await session.fences.wait(ranks.intersection(session.connection.rota.serving), Patience(timeout_s))
             self._core.usable_session()
         return aborted
+
+
+def _names(request: RequestName | Iterable[RequestName]) -> list[RequestName]:
+    names = [request] if isinstance(request, str | RequestStream) or not isinstance(request, Iterable) else [*request]
+    for name in names:
+        if not isinstance(name, str | RequestStream):
+            raise RequestRejected(
+                f"request={name!r} is a {type(name).__name__}, which names no request",
+                parameter="request",
+                value=name,
+                remedy="give a label, a wire id or a stream, or several of these",
+            )
+    return names
 
 
 def _asleep(engine_is: str) -> EngineAsleepError:
