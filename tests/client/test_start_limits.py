@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import anyio
@@ -170,8 +171,10 @@ async def test_no_deadline_at_all() -> None:
 
 
 HOST = f"""
-import anyio, sys
+import anyio, signal, sys
 from anyengine import EmbeddedEngine, EngineClient
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
 
 def on_progress(status):
     if status.stage == sys.argv[1]:
@@ -191,9 +194,13 @@ anyio.run(main, backend=sys.argv[2])
 @pytest.mark.parametrize(("stage", "backend"), [("spawned", "asyncio"), ("loading", "asyncio"), ("loading", "trio")])
 def test_a_signal_while_it_starts(stage: str, backend: str, number: signal.Signals) -> None:
     """Ctrl-C is one KeyboardInterrupt; SIGTERM has no handler in Python, and ends the host: the engine follows."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HOST, stage, backend], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as host:
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", HOST, stage, backend], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as host,
+        ExitStack() as ended,
+    ):
+        ended.callback(host.kill)  # before it is waited for
         assert host.stdout is not None
         assert host.stdout.readline() == "there\n"
         family = psutil.Process(host.pid).children(recursive=True)
