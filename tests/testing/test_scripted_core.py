@@ -11,7 +11,18 @@ import pytest
 from anyengine._wire import EngineCoreOutputs, EngineCoreRequest, OutputBatch, dialect_for
 from anyengine.params import SamplingParams
 from anyengine.testing.scripted import Fault, RequestRule, Script, StartupStage, UtilityRule, expected_tokens
-from anyengine.testing.scripted.core import Action, Close, Connect, Ended, Hang, Report, ScriptedCore, Send, Sleep
+from anyengine.testing.scripted.core import (
+    Action,
+    Close,
+    Connect,
+    Ended,
+    Hang,
+    Report,
+    ScriptedCore,
+    Send,
+    Serve,
+    Sleep,
+)
 from anyengine.testing.scripted.records import Record, encode_record
 from anyengine.testing.scripted.script import End
 
@@ -249,7 +260,7 @@ def test_faults_count_all_messages() -> None:
     driven = Driven(Script(faults=(Fault(do="kill", direction="in", nth=1),)))
     assert driven.early[-1] == Ended(signal="SIGKILL")
     driven = Driven(Script(faults=(Fault(do="exit", nth=3),)))
-    assert driven.early[-2:] == [Send("input", driven.core._registration), Ended(1)]
+    assert driven.early[-3:] == [Send("input", driven.core._registration), Serve(), Ended(1)]
 
 
 def test_deaf_goes_on_writing_and_mute_on_reading() -> None:
