@@ -136,3 +136,12 @@ def test_what_an_answer_says(
 def test_old_releases_do_not_count_paused_as_sleeping(answer: bool, before: RankState, after: RankState) -> None:
     """Up to 0.16 ``is_sleeping`` speaks of the model's memory alone (vLLM 0.14 ``EngineCore.is_sleeping``)."""
     assert mode_after("is_sleeping", [], answer, before, sleep_is_pause=False) is after
+
+
+def test_a_start_all_of_whose_ranks_are_started_again_meanwhile() -> None:
+    life, told = lives(0)
+    life.restarting(0, DEATH, 1, 0.5)
+    life.started()
+    assert (life.state, life.is_running) == (ClientState.RESTARTING, True)
+    life.back(0)
+    assert told == ["0 restarting", "restarting", "0 ready", "ready"]
