@@ -144,4 +144,4 @@ def test_a_start_all_of_whose_ranks_are_started_again_meanwhile() -> None:
     life.started()
     assert (life.state, life.is_running) == (ClientState.RESTARTING, True)
     life.back(0)
-    assert told == ["0 restarting", "restarting", "0 ready", "ready"]
+    assert told == ["starting", "0 restarting", "restarting", "0 ready", "ready"]

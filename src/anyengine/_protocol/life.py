@@ -68,7 +68,7 @@ class Life:
         for rank, state in self.ranks.items():
             if state is RankState.STARTING:
                 self._move(rank, self._confirmed.get(rank, RankState.READY))
-        if self.state is ClientState.STARTING and (derived := self._derived()) is not self.state:
+        if (derived := self._derived()) is not self.state:
             self._enter(derived)  # no rank has moved: all that were to start are being started again by now
 
     def died(self, cause: EngineError) -> None:
