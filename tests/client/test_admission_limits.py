@@ -90,6 +90,19 @@ async def test_prompts_count_until_their_first_output() -> None:
 
 
 @pytest.mark.feature("L21")
+@pytest.mark.case("K73")
+async def test_each_completion_waits_with_its_own_prompt_tokens() -> None:
+    two = SamplingParams(max_tokens=2000, n=2)
+    with anyio.fail_after(30):
+        async with EngineClient(engine=ScriptedTwin(SILENT).engine, max_num_queued_tokens=30) as client:
+            async with client.generate([1] * 10, two):
+                with pytest.raises(OverloadedError) as caught:
+                    await client.submit([1] * 10, two)
+                assert caught.value.reason == "tokens"
+                async with client.generate([1] * 10, LONG):
+                    pass
+
+
 @pytest.mark.parametrize("limit", ["max_num_queued_reqs", "max_num_queued_tokens"])
 async def test_those_who_wait_are_sent_in_the_order_of_arrival(limit: str) -> None:
     scripted = ScriptedTwin()

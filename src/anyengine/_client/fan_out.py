@@ -110,6 +110,9 @@ class Completions:
         """The error that ends the request as a whole, once there is nothing to take before it."""
         if gather:
             return next((one.state.error for one in self._all if one.state.error is not None), None)
+        if self._only is not None:  # the hot loop: one look, and no call
+            state = self._only.state
+            return None if state.error is None or state.token_ids else state.error
         return self._failed if self._next() is None else None
 
     def take(self, *, gather: bool) -> RequestOutput:
@@ -132,9 +135,7 @@ class Completions:
     # ----------------------------------------------------------------- the parts
 
     def _next(self) -> Completion | None:
-        """The completion whose turn it is; one that has failed, and has nothing from before, is noted."""
-        if self._only is not None:
-            return self._only if self._has_something(self._only) else None
+        """Of several, the completion whose turn it is; one that has failed, and has nothing from before, is noted."""
         woken = self._woken
         while woken:
             one = self._all[woken[0]]

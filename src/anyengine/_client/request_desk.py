@@ -129,6 +129,7 @@ class RequestDesk:
                 connection.check(request, ranks[0])  # it may be dying: loading will tell
             await self._readiness.load(adapter, builder.limits.max_loras)
         length = prepared.tensor.shape[0] if isinstance(prepared, Embeddings) else _length(prepared)
+        length *= ticket.num_seqs  # each completion waits with its own
         await self.admission.clear(ticket, length)
         while adapter is not None and self._lacks(ticket, adapter):
             # While it waited, a rank has come back from a restart, and has none.
