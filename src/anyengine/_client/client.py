@@ -37,7 +37,7 @@ from .prompts import Prompt
 from .request_builder import RequestBuilder
 from .request_control import RequestControl
 from .request_desk import RequestDesk
-from .request_fields import RequestFields, check_field_names
+from .request_fields import GenerateOptions, RequestFields, check_field_names
 from .request_stream import RequestStream
 from .shortcuts import RequestShortcuts
 
@@ -229,13 +229,7 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        timeout_s: float | None = None,
-        first_token_timeout_s: float | None = None,
-        inter_token_timeout_s: float | None = None,
-        nowait: bool = False,
-        **fields: Unpack[RequestFields],
+        **options: Unpack[GenerateOptions],
     ) -> RequestStream:
         """:meth:`generate`, and send the request before returning.
 
@@ -248,16 +242,7 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
 
         Cancellation: nothing is left in the engine.
         """
-        stream = self.generate(
-            prompt,
-            sampling_params,
-            request_id=request_id,
-            timeout_s=timeout_s,
-            first_token_timeout_s=first_token_timeout_s,
-            inter_token_timeout_s=inter_token_timeout_s,
-            nowait=nowait,
-            **fields,
-        )
+        stream = self.generate(prompt, sampling_params, **options)
         await stream.start()
         return stream
 

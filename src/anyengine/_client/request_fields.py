@@ -15,7 +15,7 @@ from anyengine._wire import KvHintsEnvelope, MultiModalFeatureSpec
 from anyengine.exceptions import RequestRejected
 from anyengine.params import LoRARequest
 
-__all__ = ["RequestFields", "check_field_names", "check_fields"]
+__all__ = ["GenerateOptions", "RequestFields", "check_field_names", "check_fields"]
 
 
 class RequestFields(TypedDict, total=False):
@@ -42,6 +42,16 @@ class RequestFields(TypedDict, total=False):
     tokenization_kwargs: Mapping[str, Any] | None
     """``truncate_prompt_tokens`` (-1: to what the model's length allows), ``truncation_side``,
     ``add_special_tokens``."""
+
+
+class GenerateOptions(RequestFields, total=False):
+    """All keyword arguments of ``generate``, for what passes them on to it."""
+
+    request_id: str | None
+    timeout_s: float | None
+    first_token_timeout_s: float | None
+    inter_token_timeout_s: float | None
+    nowait: bool
 
 
 def _check_header(name: str, key: Any, value: Any) -> None:

@@ -13,7 +13,7 @@ from anyengine.params import SamplingParams
 
 from .prompts import Prompt
 from .request_desk import RequestDesk
-from .request_fields import RequestFields
+from .request_fields import GenerateOptions
 from .request_stream import RequestStream
 from .text_prompts import ChatPrompt
 
@@ -30,13 +30,7 @@ class RequestShortcuts:
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        timeout_s: float | None = None,
-        first_token_timeout_s: float | None = None,
-        inter_token_timeout_s: float | None = None,
-        nowait: bool = False,
-        **fields: Unpack[RequestFields],
+        **options: Unpack[GenerateOptions],
     ) -> RequestStream:
         """See :class:`EngineClient`."""
         raise NotImplementedError
@@ -45,13 +39,7 @@ class RequestShortcuts:
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        timeout_s: float | None = None,
-        first_token_timeout_s: float | None = None,
-        inter_token_timeout_s: float | None = None,
-        nowait: bool = False,
-        **fields: Unpack[RequestFields],
+        **options: Unpack[GenerateOptions],
     ) -> RequestOutput:
         """The whole answer to ``prompt``; with ``n > 1`` all of them, in ``outputs``. The arguments are those of
         :meth:`generate`.
@@ -60,17 +48,7 @@ class RequestShortcuts:
 
         Cancellation: aborts the request.
         """
-        stream = self.generate(
-            prompt,
-            sampling_params,
-            request_id=request_id,
-            timeout_s=timeout_s,
-            first_token_timeout_s=first_token_timeout_s,
-            inter_token_timeout_s=inter_token_timeout_s,
-            nowait=nowait,
-            **fields,
-        )
-        return await stream.final()
+        return await self.generate(prompt, sampling_params, **options).final()
 
     def chat(
         self,
@@ -83,12 +61,7 @@ class RequestShortcuts:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        request_id: str | None = None,
-        timeout_s: float | None = None,
-        first_token_timeout_s: float | None = None,
-        inter_token_timeout_s: float | None = None,
-        nowait: bool = False,
-        **fields: Unpack[RequestFields],
+        **options: Unpack[GenerateOptions],
     ) -> RequestStream:
         """:meth:`generate` for chat messages, such as ``[{"role": "user", "content": "Hello"}]``.
 
@@ -106,16 +79,7 @@ class RequestShortcuts:
             documents=documents,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return self.generate(
-            prompt,
-            sampling_params,
-            request_id=request_id,
-            timeout_s=timeout_s,
-            first_token_timeout_s=first_token_timeout_s,
-            inter_token_timeout_s=inter_token_timeout_s,
-            nowait=nowait,
-            **fields,
-        )
+        return self.generate(prompt, sampling_params, **options)
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
         """Parameters with what the model's ``generation_config.json`` says of sampling where nothing is ``given``.
