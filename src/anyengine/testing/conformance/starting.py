@@ -127,6 +127,9 @@ async def _shake_hands(link: EngineLink, tasks: TaskGroup, timeout_s: float) -> 
         start.failure = f"the engine {link.gone}: {_progress(start)}"
     else:
         await _settle_dialect(link)
+        if start.failure is None:
+            with suppress(CheckFailed):  # a check of calls will say so
+                await link.fence()  # what follows READY unasked comes before the answer to a call
 
 
 def _progress(start: StartRecord) -> str:
