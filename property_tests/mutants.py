@@ -17,7 +17,7 @@ import pytest
 from transport_fuzz import hangs
 
 from anyengine import EngineClient, EngineCoreClient, RequestStream
-from anyengine._client.request_state import RequestState
+from anyengine._client.requests.state import RequestState
 from anyengine._protocol import AbortLedger, Connection, RequestRegistry, UtilityRegistry
 from anyengine._transport.zmq_socket import ZmqSocket
 from anyengine._wire import UtilityOutput

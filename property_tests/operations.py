@@ -19,9 +19,9 @@ from anyengine import (
     RequestGroup,
     RequestStream,
 )
-from anyengine._client.events import ClientEvents
-from anyengine._client.output_batches import OutputBatches
-from anyengine._client.stream_views import TextStream, TokenStream
+from anyengine._client.requests.output_batches import OutputBatches
+from anyengine._client.requests.stream_views import TextStream, TokenStream
+from anyengine._client.session.events import ClientEvents
 from explorer import Case, Operation
 
 __all__ = ["CLASSES", "IN_PROCESSES", "OPERATIONS", "asynchronous_members", "covered", "missing"]

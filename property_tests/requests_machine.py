@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from anyengine._client.request_state import RequestState
+from anyengine._client.requests.state import RequestState
 from anyengine._protocol import RequestRegistry, aborts
 from anyengine._wire import EngineCoreOutput
 from anyengine.exceptions import EngineDeadError, LocalProtocolError, RequestFailed

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ._client.client import EngineClient
-    from ._client.closing import KilledProcess, ShutdownReport
     from ._client.core_client import EngineCoreClient
-    from ._client.debugging import DebugSnapshot
-    from ._client.events import ClientEvents
-    from ._client.health import ClientHealth, HealthLevel, RankHealth
-    from ._client.many import RequestGroup
+    from ._client.engines.health import ClientHealth, HealthLevel, RankHealth
+    from ._client.inputs.prompts import EmbedsPrompt, Prompt
+    from ._client.inputs.text_prompts import ChatPrompt
     from ._client.operations import PauseMode
-    from ._client.prompts import EmbedsPrompt, Prompt
-    from ._client.request_stream import RequestStream
-    from ._client.stream_views import TextStream, TokenStream
-    from ._client.text_prompts import ChatPrompt
+    from ._client.requests.many import RequestGroup
+    from ._client.requests.stream import RequestStream
+    from ._client.requests.stream_views import TextStream, TokenStream
+    from ._client.session.closing import KilledProcess, ShutdownReport
+    from ._client.session.debugging import DebugSnapshot
+    from ._client.session.events import ClientEvents
     from ._process.status import Status
     from ._protocol import (
         ClientEvent,
@@ -203,17 +203,17 @@ _HOMES = {
     name: module
     for module, names in {
         "_client.client": ("EngineClient",),
-        "_client.closing": ("KilledProcess", "ShutdownReport"),
+        "_client.session.closing": ("KilledProcess", "ShutdownReport"),
         "_client.core_client": ("EngineCoreClient",),
-        "_client.debugging": ("DebugSnapshot",),
-        "_client.events": ("ClientEvents",),
-        "_client.health": ("ClientHealth", "HealthLevel", "RankHealth"),
+        "_client.session.debugging": ("DebugSnapshot",),
+        "_client.session.events": ("ClientEvents",),
+        "_client.engines.health": ("ClientHealth", "HealthLevel", "RankHealth"),
         "_client.operations": ("PauseMode",),
-        "_client.prompts": ("EmbedsPrompt", "Prompt"),
-        "_client.many": ("RequestGroup",),
-        "_client.request_stream": ("RequestStream",),
-        "_client.stream_views": ("TextStream", "TokenStream"),
-        "_client.text_prompts": ("ChatPrompt",),
+        "_client.inputs.prompts": ("EmbedsPrompt", "Prompt"),
+        "_client.requests.many": ("RequestGroup",),
+        "_client.requests.stream": ("RequestStream",),
+        "_client.requests.stream_views": ("TextStream", "TokenStream"),
+        "_client.inputs.text_prompts": ("ChatPrompt",),
         "_protocol": (
             "ClientEvent",
             "ClientState",

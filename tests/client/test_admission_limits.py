@@ -22,8 +22,8 @@ from anyengine import (
     RequestStream,
     SamplingParams,
 )
-from anyengine._client.admission import Admission, AdmissionSettings
-from anyengine._client.request_builder import RequestBuilder
+from anyengine._client.inputs.request_builder import RequestBuilder
+from anyengine._client.requests.admission import Admission, AdmissionSettings
 from anyengine._protocol import RequestRegistry
 from anyengine._wire import EngineCoreOutput, FinishReason
 from anyengine.testing.pytest_plugin import BACKENDS

@@ -26,8 +26,8 @@ from anyengine import (
     SamplingParams,
     WrongLoopError,
 )
-from anyengine._client.output_processor import OutputProcessor
-from anyengine._client.request_builder import RequestBuilder
+from anyengine._client.inputs.request_builder import RequestBuilder
+from anyengine._client.requests.output_processor import OutputProcessor
 from anyengine._transport.zmq_socket import ZmqSocket
 from anyengine.testing.pytest_plugin import BACKENDS
 

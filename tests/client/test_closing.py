@@ -267,7 +267,7 @@ async def test_an_engine_that_nothing_can_kill_does_not_hold_up_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In the hands of a driver, for one: it is abandoned, and the report says so."""
-    monkeypatch.setattr("anyengine._client.closing._KILLED_LIMIT_S", 0.1)
+    monkeypatch.setattr("anyengine._client.session.closing._KILLED_LIMIT_S", 0.1)
     monkeypatch.setattr("anyengine._process.child._TEAR_DOWN_S", 0.1)
     client = EngineCoreClient(misbehaving("ignores_sigterm"), shutdown_grace_s=0.1)
     kill = ChildProcess.kill

@@ -21,9 +21,9 @@ from anyengine import (
     RequestTimeout,
     SamplingParams,
 )
-from anyengine._client.deadlines import _PRUNE_FROM, Deadlines, TimedRequestState, Timeouts
-from anyengine._client.request_state import RequestState
-from anyengine._client.wakeup import make_parker
+from anyengine._client.requests.deadlines import _PRUNE_FROM, Deadlines, TimedRequestState, Timeouts
+from anyengine._client.requests.state import RequestState
+from anyengine._client.session.wakeup import make_parker
 from anyengine._wire import EngineCoreOutput
 from anyengine.testing.pytest_plugin import BACKENDS
 from anyengine.testing.scripted import Fault, RequestRule, Script, ScriptedTwin, UtilityRule, expected_tokens

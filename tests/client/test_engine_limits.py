@@ -21,7 +21,7 @@ from anyengine import (
     RunningEngine,
     VLLMEngine,
 )
-from anyengine._client.engine_limits import limits_of
+from anyengine._client.engines.engine_limits import limits_of
 from anyengine._protocol import EngineLimits
 from anyengine._text import ModelFacts
 from anyengine._wire import EngineCoreReadyResponse

@@ -17,8 +17,8 @@ from anyengine import (
     SamplingParams,
     StateChanged,
 )
-from anyengine._client.liveness import Liveness
-from anyengine._client.session import Session
+from anyengine._client.engines.liveness import Liveness
+from anyengine._client.session.session import Session
 from anyengine.testing.scripted import Fault, RequestRule, Script, ScriptedTwin, UtilityRule, expected_tokens
 
 pytestmark = pytest.mark.anyio

@@ -25,10 +25,10 @@ from anyengine import (
     StructuredOutputsParams,
     Tensor,
 )
-from anyengine._client.engine_limits import limits_of
-from anyengine._client.prompts import take_embeddings
-from anyengine._client.refusals import in_users_words
-from anyengine._client.request_builder import RequestBuilder
+from anyengine._client.engines.engine_limits import limits_of
+from anyengine._client.inputs.prompts import take_embeddings
+from anyengine._client.inputs.request_builder import RequestBuilder
+from anyengine._client.requests.refusals import in_users_words
 from anyengine._protocol import Connection
 from anyengine._text import ModelFacts, Tokenizer
 from anyengine._wire import NEWEST, EngineCoreReadyResponse, EngineCoreRequest

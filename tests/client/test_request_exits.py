@@ -27,8 +27,8 @@ from anyengine import (
     Tensor,
     UtilityTimeout,
 )
-from anyengine._client.request_builder import RequestBuilder
-from anyengine._client.request_state import RequestState
+from anyengine._client.inputs.request_builder import RequestBuilder
+from anyengine._client.requests.state import RequestState
 from anyengine._wire import EngineCoreOutput, WireSamplingParams
 from anyengine.testing.pytest_plugin import BACKENDS
 from anyengine.testing.scripted import RequestRule, Script, ScriptedTwin, UtilityRule, expected_tokens

@@ -361,7 +361,7 @@ async def test_a_process_that_cannot_be_made_is_one_more_failure(monkeypatch: py
 
     with anyio.fail_after(30):
         async with EngineClient(engine=toy(), restart=SOON) as client:
-            monkeypatch.setattr("anyengine._client.startup.launch_engine", no_room)
+            monkeypatch.setattr("anyengine._client.session.startup.launch_engine", no_room)
             os.kill(pid_of(client.core), signal.SIGKILL)
             await until(client, RankState.RESTARTING)
             assert await tokens(client, [9]) == expected_tokens([9], 5)

@@ -26,7 +26,7 @@ from anyengine import (
     SamplingParams,
     Tensor,
 )
-from anyengine._client.scores import ScoredRequestState, Scores
+from anyengine._client.requests.scores import ScoredRequestState, Scores
 from anyengine._wire import EngineCoreOutput, LogprobsLists
 
 pytestmark = pytest.mark.anyio

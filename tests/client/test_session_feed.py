@@ -7,7 +7,7 @@ import asyncio
 import anyio
 import pytest
 
-from anyengine._client.session_feed import SessionFeed
+from anyengine._client.session.session_feed import SessionFeed
 from anyengine.testing.pytest_plugin import BACKENDS
 
 pytestmark = pytest.mark.anyio

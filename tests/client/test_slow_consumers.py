@@ -12,10 +12,10 @@ import pytest
 import sniffio
 
 from anyengine import EngineClient, SamplingParams
-from anyengine._client import output_processor
-from anyengine._client.output_processor import OutputProcessor
-from anyengine._client.request_state import RequestState
-from anyengine._client.wakeup import make_parker
+from anyengine._client.requests import output_processor
+from anyengine._client.requests.output_processor import OutputProcessor
+from anyengine._client.requests.state import RequestState
+from anyengine._client.session.wakeup import make_parker
 from anyengine._wire import EngineCoreOutput, EngineCoreOutputs
 from anyengine.testing.scripted import Script, ScriptedTwin, expected_tokens
 

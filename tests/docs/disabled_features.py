@@ -9,11 +9,11 @@ from typing import Any, Final
 import pytest
 
 from anyengine import EngineClient, RequestStream, exceptions
-from anyengine._client.admission import Admission
-from anyengine._client.deadlines import Deadlines
-from anyengine._client.engine_info import EngineInfo
-from anyengine._client.events import EventLog
-from anyengine._client.readiness import EngineReadiness
+from anyengine._client.engines.engine_info import EngineInfo
+from anyengine._client.engines.readiness import EngineReadiness
+from anyengine._client.requests.admission import Admission
+from anyengine._client.requests.deadlines import Deadlines
+from anyengine._client.session.events import EventLog
 from anyengine._protocol import Connection, RequestRegistry, UtilityRegistry
 
 __all__ = ["DISABLED"]

@@ -10,7 +10,7 @@ import pytest
 
 PICKLERS = {"cloudpickle", "dill", "joblib", "marshal", "multiprocessing", "pickle", "shelve"}
 BACKENDS = {"asyncio", "curio", "sniffio", "trio", "uvloop"}
-WAKE_UP_MODULE = "_client/wakeup.py"
+WAKE_UP_MODULE = "_client/session/wakeup.py"
 
 
 def imported_modules(source: str) -> Iterator[str]:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from anyengine import CommandEngine, OutputKind, RequestOutput, RequestStream, SamplingParams, Tensor
-from anyengine._client.admission import AdmissionSettings
-from anyengine._client.engine_limits import limits_of
-from anyengine._client.request_builder import RequestBuilder
-from anyengine._client.request_desk import RequestDesk
+from anyengine._client.engines.engine_limits import limits_of
+from anyengine._client.inputs.request_builder import RequestBuilder
+from anyengine._client.requests.admission import AdmissionSettings
+from anyengine._client.requests.desk import RequestDesk
 from anyengine._protocol import Connection
 from anyengine._text import Tokenizer
 from anyengine._wire import (

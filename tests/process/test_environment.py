@@ -15,7 +15,7 @@ import pytest
 from child_scripts import Transcript
 from engines import toy
 
-import anyengine._client.defaults as defaults
+import anyengine._client.session.defaults as defaults
 from anyengine import EngineClient, EngineCoreClient, VLLMEngine
 from anyengine._environment import VARIABLES, Variable
 from anyengine._process.launch import launch_engine

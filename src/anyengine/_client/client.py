@@ -21,24 +21,24 @@ from anyengine.outputs import PoolingOutput
 from anyengine.params import PoolingParams, SamplingParams
 from anyengine.policies import RestartPolicy, RetryPolicy
 
-from .admission import AdmissionSettings
-from .closing import ShutdownReport
 from .core_client import EngineCoreClient
-from .deadlines import time_limits
-from .debugging import DebugSnapshot
-from .engine_limits import common_limits
-from .events import ClientEvents
-from .health import ClientHealth, HealthLevel, examine
-from .model_files import load_model_files
-from .notifications import Notification
+from .engines.engine_limits import common_limits
+from .engines.health import ClientHealth, HealthLevel, examine
+from .inputs.model_files import load_model_files
+from .inputs.prompts import Prompt
+from .inputs.request_builder import RequestBuilder
+from .inputs.request_fields import GenerateOptions, RequestFields, check_field_names
 from .operations import EngineOperations
 from .pooling import encode_once
-from .prompts import Prompt
-from .request_builder import RequestBuilder
 from .request_control import RequestControl
-from .request_desk import RequestDesk
-from .request_fields import GenerateOptions, RequestFields, check_field_names
-from .request_stream import RequestStream
+from .requests.admission import AdmissionSettings
+from .requests.deadlines import time_limits
+from .requests.desk import RequestDesk
+from .requests.stream import RequestStream
+from .session.closing import ShutdownReport
+from .session.debugging import DebugSnapshot
+from .session.events import ClientEvents
+from .session.notifications import Notification
 from .shortcuts import RequestShortcuts
 
 __all__ = ["EngineClient"]

@@ -31,14 +31,14 @@ from anyengine.exceptions import (
 )
 from anyengine.policies import RestartPolicy
 
-from .closing import ShutdownReport
-from .engine_info import EngineInfo
-from .events import ClientEvents, EventLog
-from .lifecycle import open_session
-from .notifications import Notification
-from .output_batches import BatchConsumer, OutputBatches
-from .session import Session
-from .settings import SessionSettings
+from .engines.engine_info import EngineInfo
+from .requests.output_batches import BatchConsumer, OutputBatches
+from .session.closing import ShutdownReport
+from .session.events import ClientEvents, EventLog
+from .session.lifecycle import open_session
+from .session.notifications import Notification
+from .session.session import Session
+from .session.settings import SessionSettings
 
 __all__ = ["EngineCoreClient"]
 

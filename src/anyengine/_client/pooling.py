@@ -9,9 +9,9 @@ from anyengine.exceptions import RequestFailed
 from anyengine.outputs import PoolingOutput
 from anyengine.params import PoolingParams
 
-from .prompts import Prompt
-from .request_desk import RequestDesk
-from .request_fields import RequestFields
+from .inputs.prompts import Prompt
+from .inputs.request_fields import RequestFields
+from .requests.desk import RequestDesk
 
 __all__ = ["encode_once"]
 

@@ -1,6 +1,6 @@
 """What a client does with requests as a whole: many prompts at once, aborts, drains, admission.
 
-Owns the public methods for it. How a single request lives is :mod:`.request_stream`'s.
+Owns the public methods for it. How a single request lives is :mod:`.requests.stream`'s.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from anyengine.exceptions import EngineAsleepError, RequestRejected
 from anyengine.params import SamplingParams
 
 from .core_client import EngineCoreClient
-from .deadlines import time_limits
-from .fences import Patience
-from .many import RequestGroup
-from .prompts import Prompt
-from .request_desk import RequestDesk
-from .request_fields import RequestFields, check_field_names
-from .request_state import RequestState
-from .request_stream import RequestStream
+from .engines.fences import Patience
+from .inputs.prompts import Prompt
+from .inputs.request_fields import RequestFields, check_field_names
+from .requests.deadlines import time_limits
+from .requests.desk import RequestDesk
+from .requests.many import RequestGroup
+from .requests.state import RequestState
+from .requests.stream import RequestStream
 
 __all__ = ["RequestControl"]
 

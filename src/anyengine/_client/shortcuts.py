@@ -11,11 +11,11 @@ from typing import Any, Unpack
 from anyengine.outputs import RequestOutput
 from anyengine.params import SamplingParams
 
-from .prompts import Prompt
-from .request_desk import RequestDesk
-from .request_fields import GenerateOptions
-from .request_stream import RequestStream
-from .text_prompts import ChatPrompt
+from .inputs.prompts import Prompt
+from .inputs.request_fields import GenerateOptions
+from .inputs.text_prompts import ChatPrompt
+from .requests.desk import RequestDesk
+from .requests.stream import RequestStream
 
 __all__ = ["RequestShortcuts"]
 

@@ -1,0 +1,358 @@
+"""``RequestStream``: what a consumer iterates.
+
+Owns one request's life as its consumer sees it: inert until first used, then a sequence of outputs with exactly one
+final item or one error. Every way out of it is the same abort, exactly once. No scope and no task is open across an
+item.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+import anyio
+
+from anyengine._client.inputs.prompts import Embeddings, Prompt
+from anyengine._client.inputs.request_fields import RequestFields
+from anyengine._client.session.wakeup import EndBell
+from anyengine.exceptions import EngineDeadError, EngineError, OutputProcessingError, RequestError
+from anyengine.outputs import RequestOutput
+from anyengine.params import OutputKind, SamplingParams
+
+from .admission import Ticket
+from .deadlines import Timeouts
+from .desk import RequestDesk
+from .fan_out import Completions
+from .stream_views import TextStream, TokenStream
+
+__all__ = ["RequestStream"]
+
+
+class RequestStream:
+    """The outputs of one request: an asynchronous iterator, and an asynchronous context manager.
+
+    Nothing happens until it is entered, or iterated for the first time: then it is tokenized, checked, registered and
+    sent. Use ``async with client.generate(...) as stream`` where leaving must abort promptly whatever happens; a plain
+    ``async for`` aborts on cancellation at once, and after ``break`` when the stream is dropped. One task iterates at a
+    time.
+    """
+
+    def __init__(
+        self,
+        desk: Callable[[], RequestDesk],
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None,
+        fields: RequestFields,
+        *,
+        limits_s: Mapping[str, float | None] = MappingProxyType({}),
+        nowait: bool = False,
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
+        self._find_desk = desk
+        self._desk: RequestDesk | None = None  # of the session that the request was sent in
+        self._prompt = prompt
+        self._params = params
+        self._fields = fields
+        self._limits_s = limits_s
+        self._nowait = nowait
+        self._on_end = on_end
+        self._label = request_id
+        self._ticket: Ticket | None = None
+        self._abort_asked = False
+        self._completions: Completions | None = None
+        self._gather = params.output_kind is OutputKind.FINAL_ONLY
+        self._owned_by_block = False
+        self._busy = False
+        self._over = False
+        self._error: EngineError | None = None
+
+    @property
+    def request_id(self) -> str | None:
+        """The caller's label, or the one the client made; ``None`` before the request is sent."""
+        return self._label
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that runs it, or its first completion; ``None`` before the request is sent."""
+        return None if self._completions is None else self._completions.states[0].rank
+
+    @property
+    def attempts(self) -> int:
+        """How often the request, or its first completion, has been sent: more than once after a retry or a replay."""
+        return 0 if self._completions is None else self._completions.states[0].attempts
+
+    @property
+    def wire_id(self) -> str | None:
+        """Its id on the wire, or its first completion's: no other request has it, and a retry or a replay changes it;
+        ``None`` before the request is sent."""
+        return None if self._completions is None else self._completions.states[0].wire_id
+
+    @property
+    def wire_ids(self) -> tuple[str, ...]:
+        """:attr:`wire_id` of each of its completions; none before the request is sent."""
+        return () if self._completions is None else tuple(state.wire_id for state in self._completions.states)
+
+    @property
+    def lag(self) -> int:
+        """How many tokens have arrived and have not been taken: how far the consumer is behind. They wait in one
+        merged piece."""
+        return 0 if self._completions is None else self._completions.lag
+
+    # ------------------------------------------------------------------- context
+
+    async def __aenter__(self) -> Self:
+        """Send the request, if it has not been sent.
+
+        Raises: see :meth:`start`.
+
+        Cancellation: nothing is left in the engine.
+        """
+        await self.start()
+        self._owned_by_block = True
+        return self
+
+    async def start(self) -> Completions:
+        """Send the request, if it has not been sent; what :meth:`__aenter__` and the first item do. For the client.
+
+        Raises:
+            RequestRejected: bad input; nothing was sent.
+            OverloadedError: an admission limit is reached; nothing was sent.
+            EngineAsleepError: the engine is paused or asleep; nothing was sent.
+            RequestTimeout: one of its time limits passed before it could be sent.
+            EngineDeadError: the engine died, or the client is closed.
+            ClosedResourceError: the stream was closed before.
+
+        Cancellation: nothing is left in the engine.
+        """
+        if (sent := self._sent_or_closed()) is not None:
+            return sent
+        desk = self._find_desk()
+        num_seqs = self._params.n
+        self._ticket = ticket = desk.ticket(self._prompt, self._label, num_seqs=num_seqs, nowait=self._nowait)
+        try:
+            timeouts = Timeouts.of(**self._limits_s) if self._limits_s else None
+            started_s = 0.0
+            if timeouts is None:
+                prepared = await desk.prepare(ticket, self._prompt, self._params, self._fields)
+            else:
+                started_s = anyio.current_time()
+                prepared = await self._prepare_in_time(desk, ticket, timeouts, started_s)
+            if (sent := self._sent_or_closed()) is not None:  # by another task, meanwhile
+                return sent
+            aborted = self._abort_asked or ticket.aborted
+            return self._send(desk, prepared, timeouts, started_s, aborted=aborted)
+        finally:
+            self._ticket = None
+            ticket.close()
+
+    def _sent_or_closed(self) -> Completions | None:
+        if self._completions is None and self._over:
+            raise anyio.ClosedResourceError
+        return self._completions
+
+    async def _prepare_in_time(
+        self, desk: RequestDesk, ticket: Ticket, timeouts: Timeouts, started_s: float
+    ) -> Sequence[int] | Embeddings:
+        limit_s, name = timeouts.before_sending_s()
+        with anyio.CancelScope(deadline=started_s + limit_s):
+            return await desk.prepare(ticket, self._prompt, self._params, self._fields)
+        desk.request_timeouts += 1
+        raise timeouts.expired(name, self._label, sent=False)
+
+    def _send(
+        self,
+        desk: RequestDesk,
+        prepared: Sequence[int] | Embeddings,
+        timeouts: Timeouts | None,
+        started_s: float,
+        *,
+        aborted: bool,
+    ) -> Completions:
+        if aborted:
+            completions = desk.unsent(self._params, self._label)
+        else:
+            completions = desk.send(prepared, self._params, self._label, self._fields, timeouts, started_s)
+        self._completions = completions
+        self._desk = desk
+        self._label = completions.states[0].label
+        if self._on_end is not None:
+            for state in completions.states:
+                state.parker = EndBell(completions, self._on_end)
+            if completions.ended:
+                self._on_end()
+        self._prompt, self._fields = (), {}  # sent: not ours to keep
+        return completions
+
+    async def final(self) -> RequestOutput:
+        """Everything that the request gives, once it has ended: of all its completions, and whatever was taken before.
+
+        Raises: see :meth:`__anext__`; ``ClosedResourceError``: the stream was closed before its end.
+
+        Cancellation: see :meth:`__anext__`.
+        """
+        self._gather = True
+        if not self._over:
+            return await anext(self)
+        if self._error is not None:
+            raise self._own(self._error)
+        if self._completions is None or not self._completions.all_taken:
+            raise anyio.ClosedResourceError
+        return self._completions.snapshot()
+
+    def text_stream(self) -> TextStream:
+        """The stream as pieces of text, none of them empty.
+
+        Raises:
+            ValueError: the request has several completions, whose texts would be mixed.
+        """
+        self._check_single()
+        return TextStream(self, self._params.output_kind)
+
+    def token_stream(self) -> TokenStream:
+        """The stream as single tokens.
+
+        Raises:
+            ValueError: the request has several completions, whose tokens would be mixed.
+        """
+        self._check_single()
+        return TokenStream(self, self._params.output_kind)
+
+    def _check_single(self) -> None:
+        if self._params.n != 1:
+            raise ValueError(f"n={self._params.n}: iterate over the stream itself, whose items say which they are of")
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close_nowait()
+
+    async def aclose(self) -> None:
+        """Leave the stream: abort the request if it is still running. Idempotent.
+
+        Cancellation: the abort is sent in any case.
+        """
+        self.close_nowait()
+        await anyio.lowlevel.checkpoint()
+
+    def close_nowait(self) -> None:
+        """:meth:`aclose` without a checkpoint. Synchronous: it may stand in a ``finally``."""
+        if self._completions is not None:
+            self._abort_running(self._completions)
+        elif self._ticket is not None:
+            self._ticket.abort()
+        self._over = True  # last: in another thread the abort is refused, and the stream is what it was
+
+    def abort(self) -> None:
+        """Ask for the end: the request is aborted, and the stream yields its last item, with ``finish_reason="abort"``
+        and everything that has arrived. One that has not been sent never will be.
+
+        Synchronous. Completions that have ended stay as they are; does nothing once all have.
+        """
+        if self._completions is None:
+            self._abort_asked = True
+            if self._ticket is not None:
+                self._ticket.abort()
+        else:
+            self._abort_running(self._completions)
+
+    def _abort_running(self, completions: Completions) -> None:
+        if running := completions.running():
+            assert self._desk is not None
+            self._desk.abort(running)
+
+    def disown(self) -> None:
+        """Somebody else sees to its end."""
+        self._over = True
+
+    def __del__(self) -> None:
+        completions: Completions | None = getattr(self, "_completions", None)
+        if completions is not None and not self._over and (running := completions.running()):
+            # A collection can run in another thread or in the middle of a send: only leave a note for the session.
+            assert self._desk is not None
+            for state in running:
+                self._desk.dropped.put(state)
+            warnings.warn(
+                f"request stream {self._label!r} was dropped before it had ended; its request is aborted. "
+                "Iterate it to its end, or use it as `async with client.generate(...) as stream`",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+
+    # ----------------------------------------------------------------- iteration
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """The next output, with everything that has arrived since the last one. Does not yield to other tasks if there
+        is one.
+
+        Raises:
+            StopAsyncIteration: the final output was delivered, or the stream was closed.
+            RequestRejected: bad input; nothing was sent.
+            OverloadedError, EngineAsleepError: no request is taken now; nothing was sent.
+            RequestTimeout: one of its time limits passed; what had arrived was delivered before, and is in ``partial``.
+            RequestFailed: the engine ended the request with an error, or aborted it on its own account.
+            EngineDeadError: the engine died, or the client is closed; again on every further call.
+            BusyResourceError: another task is iterating.
+
+        Cancellation: aborts the request, unless the stream was entered with ``async with``, whose end then does. An
+        output leaves the stream only by being returned: none is lost.
+        """
+        if self._over:
+            if self._error is not None:
+                raise self._own(self._error)
+            raise StopAsyncIteration
+        if self._busy:
+            raise anyio.BusyResourceError("iterating over")
+        self._busy = True
+        try:
+            completions = self._completions
+            if completions is None:
+                completions = await self.start()
+            while not completions.ready(gather=self._gather):
+                await completions.parker.park()
+        except anyio.ClosedResourceError:
+            raise StopAsyncIteration from None  # closed by another task while the prompt was being tokenized
+        except BaseException as exc:
+            if not self._owned_by_block:
+                self.close_nowait()
+                self._error = exc if isinstance(exc, EngineError) else None
+            raise
+        finally:
+            self._busy = False
+        return self._take(completions)
+
+    def _take(self, completions: Completions) -> RequestOutput:
+        """Empty the merge buffer. Synchronous, so nothing can be lost between the buffer and the caller."""
+        failure = completions.failure(gather=self._gather)
+        if failure is not None:
+            self.close_nowait()  # one completion's trouble is that of all
+            self._error = failure
+            raise self._own(failure)
+        try:
+            output = completions.take(gather=self._gather)
+        except Exception as exc:
+            # Rule 5: trouble with this request's text is this request's error; it is aborted, the others go on.
+            self.close_nowait()
+            error = OutputProcessingError(
+                f"cannot process the output of request {self._label!r}: {exc!r}", request_id=self._label
+            )
+            error.__cause__ = exc
+            self._error = error
+            error.partial = completions.snapshot()
+            raise error from exc
+        self._over = output.finished
+        return output
+
+    def _own(self, error: EngineError) -> EngineError:
+        """A copy of ``error`` for the consumer, which may be everybody's: what is known of this request is in it."""
+        own = error.for_waiter()
+        if isinstance(own, RequestError | EngineDeadError):
+            own.request_id = self._label
+            own.partial = None if self._completions is None else self._completions.snapshot()
+        return own

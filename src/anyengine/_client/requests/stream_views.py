@@ -1,0 +1,84 @@
+"""A request stream as what most programs want of it: pieces of text, or tokens one by one.
+
+Owns no request: a view takes from its stream, and leaving it is leaving the stream.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from types import TracebackType
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
+
+from anyengine.params import OutputKind
+
+if TYPE_CHECKING:
+    from .stream import RequestStream
+
+__all__ = ["StreamView", "TextStream", "TokenStream"]
+
+ItemT = TypeVar("ItemT", str, int)
+
+
+class StreamView(Generic[ItemT]):
+    """An asynchronous iterator and context manager over a stream of one completion. Made by the stream."""
+
+    def __init__(self, stream: RequestStream, output_kind: OutputKind) -> None:
+        self._stream = stream
+        self._delta = output_kind is OutputKind.DELTA
+        self._seen = 0  # of the text or the tokens, in a stream whose items have everything so far
+
+    async def __aenter__(self) -> Self:
+        """Send the request: see :meth:`RequestStream.__aenter__`."""
+        await self._stream.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stream.close_nowait()
+
+    async def aclose(self) -> None:
+        """Leave the stream: abort the request if it is still running. Idempotent.
+
+        Cancellation: the abort is sent in any case.
+        """
+        await self._stream.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+
+class TextStream(StreamView[str]):
+    """The pieces of a completion's text, none of them empty."""
+
+    async def __anext__(self) -> str:
+        """The next piece.
+
+        Raises, Cancellation: see :meth:`RequestStream.__anext__`.
+        """
+        while True:
+            text = (await anext(self._stream)).text
+            if not self._delta:
+                text, self._seen = text[self._seen :], len(text)
+            if text:
+                return text
+
+
+class TokenStream(StreamView[int]):
+    """The tokens of a completion, one by one."""
+
+    def __init__(self, stream: RequestStream, output_kind: OutputKind) -> None:
+        super().__init__(stream, output_kind)
+        self._tokens: deque[int] = deque()
+
+    async def __anext__(self) -> int:
+        """The next token.
+
+        Raises, Cancellation: see :meth:`RequestStream.__anext__`; tokens that have been taken are not lost.
+        """
+        while not self._tokens:
+            token_ids = (await anext(self._stream)).token_ids
+            if not self._delta:
+                token_ids, self._seen = token_ids[self._seen :], len(token_ids)
+            self._tokens.extend(token_ids)
+        return self._tokens.popleft()
