@@ -29,7 +29,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 # BlockBuster asks asyncio alone whether the calling thread runs a loop. The code is the same on trio: so is the guard.
 blockbuster.blockbuster.asyncio = SimpleNamespace(
-    get_running_loop=lambda: None if trio.lowlevel.in_trio_run() else asyncio.get_running_loop()
+    get_running_loop=lambda: None if trio.lowlevel.in_trio_task() else asyncio.get_running_loop()
 )
 
 
