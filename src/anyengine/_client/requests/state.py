@@ -37,7 +37,28 @@ class BatchClock:
         self.loop_now_s = -math.inf
 
 
-class RequestState:
+class _TouchedByEachToken:
+    """The fields that every token needs, beside each other in memory: after a pause between two steps of the engine
+    none of them is in a cache, and what a token costs is mostly how many lines of memory it needs."""
+
+    __slots__ = (
+        "clock",
+        "error",
+        "finish_reason",
+        "first_token_s",
+        "interval",
+        "label",
+        "latest_token_s",
+        "num_cached_tokens",
+        "parker",
+        "readable",
+        "stopper",
+        "token_ids",
+        "unmarked",
+    )
+
+
+class RequestState(_TouchedByEachToken):
     """One request's merge buffer: the registry's consumer of its outputs.
 
     Invariants: at most one of ``finish_reason`` and ``error`` is set, once, and nothing is added afterwards.
@@ -47,25 +68,12 @@ class RequestState:
     __slots__ = (
         "abort_expected",
         "attempts",
-        "clock",
         "ended_s",
-        "error",
-        "finish_reason",
-        "first_token_s",
-        "interval",
-        "label",
-        "latest_token_s",
-        "num_cached_tokens",
         "num_preemptions",
-        "parker",
         "queued_s",
         "rank",
-        "readable",
         "sent_s",
         "stop_reason",
-        "stopper",
-        "token_ids",
-        "unmarked",
         "wire_id",
     )
 
