@@ -40,29 +40,6 @@ class RequestStream:
     time.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_abort_asked",
-        "_busy",
-        "_completions",
-        "_desk",
-        "_error",
-        "_fields",
-        "_find_desk",
-        "_gather",
-        "_label",
-        "_limits_s",
-        "_nowait",
-        "_on_end",
-        "_one",
-        "_over",
-        "_owned_by_block",
-        "_params",
-        "_park",
-        "_prompt",
-        "_ticket",
-    )
-
     def __init__(
         self,
         desk: Callable[[], RequestDesk],
@@ -350,7 +327,7 @@ class RequestStream:
             return self._take(self._completions)
         try:
             output = one.take()
-        except Exception as exc:  # noqa: BLE001 - rule 5: see _spoilt
+        except Exception as exc:
             raise self._spoilt(exc) from exc
         if output.finish_reason is not None:
             self._over = True
@@ -395,7 +372,7 @@ class RequestStream:
             raise self._own(failure)
         try:
             output = completions.take(gather=self._gather)
-        except Exception as exc:  # noqa: BLE001 - rule 5: see _spoilt
+        except Exception as exc:
             raise self._spoilt(exc) from exc
         self._over = output.finished
         return output
