@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,15 @@ _LOOPS = {"asyncio": ("asyncio", {}), "uvloop": ("asyncio", {"use_uvloop": True}
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
     """As for the other tests, without asyncio's debug mode: here it would take most of the time."""
     return request.param
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The deep profile has no time limits: how long it takes is for the machine to say, and what it counts is told at
+    the end alone."""
+    if PROFILE == "deep":
+        for item in items:
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(pytest.mark.timeout(0), append=False)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
