@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if Path(__file__).parent in item.path.parents:
                 item.add_marker(pytest.mark.timeout(0), append=False)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if PROFILE == "deep" and Path(__file__).parent in item.path.parents:
+        faulthandler.cancel_dump_traceback_later()  # pytest's own, after which a test is taken for stuck
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
