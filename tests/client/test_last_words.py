@@ -14,6 +14,8 @@ import trio
 import trio.testing
 
 from anyengine import ClientState, EngineClient, EngineDeadError, EngineExit, SamplingParams
+from anyengine._client.engines.engine_limits import learn_tasks
+from anyengine._client.engines.fences import Patience
 from anyengine.testing.scripted import Fault, Script, ScriptedProcess, ScriptedTwin, UtilityRule
 
 pytestmark = pytest.mark.anyio
@@ -117,6 +119,22 @@ async def test_an_engine_that_ends_at_once_is_told_with_how_it_ended(do: str) ->
     assert client.shutdown_report is not None
     (ended,) = client.shutdown_report.exits
     assert (ended.exit_code, ended.signal) == (caught.value.exit_code, caught.value.signal)
+
+
+@pytest.mark.parametrize("what", ["fences", "tasks"])
+async def test_nothing_is_asked_behind_the_end(what: str) -> None:
+    """Its link is there, and takes calls that nobody will ever answer."""
+    with anyio.fail_after(10):
+        async with EngineClient(engine=ScriptedTwin(DEAD).engine) as client:
+            with pytest.raises(EngineDeadError):
+                await client.core.utility("profile")
+            session = client.core.session
+            if what == "fences":
+                await session.fences.wait([0], Patience(None))
+            else:
+                session.connection.rota.revive(0)  # for whoever has looked a turn before
+                await learn_tasks(session)
+            assert not session.connection.utilities.pending
 
 
 @virtual
