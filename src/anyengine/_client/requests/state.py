@@ -7,6 +7,7 @@ wake are the client's hot loop.
 
 from __future__ import annotations
 
+import math
 from time import monotonic
 
 from anyengine._client.session.wakeup import Parker
@@ -15,11 +16,25 @@ from anyengine.exceptions import EngineError, RequestFailed
 
 from .stopping import Stopper
 
-__all__ = ["PooledRequestState", "RequestState"]
+__all__ = ["BatchClock", "PooledRequestState", "RequestState"]
 
 _ABORT = "abort"
 _ERROR = "error"
 _QUEUED, _SCHEDULED, _PREEMPTED = 1, 2, 3
+
+
+class BatchClock:
+    """When the outputs came that are being given out: looked at once for many of them. Owned by whoever gives them out,
+    and read by all states.
+
+    ``now_s`` is on the monotonic clock, ``loop_now_s`` on that of the event loop.
+    """
+
+    __slots__ = ("loop_now_s", "now_s")
+
+    def __init__(self) -> None:
+        self.now_s = monotonic()
+        self.loop_now_s = -math.inf
 
 
 class RequestState:
@@ -32,6 +47,7 @@ class RequestState:
     __slots__ = (
         "abort_expected",
         "attempts",
+        "clock",
         "ended_s",
         "error",
         "finish_reason",
@@ -53,7 +69,8 @@ class RequestState:
         "wire_id",
     )
 
-    def __init__(self, wire_id: str, label: str, parker: Parker) -> None:
+    def __init__(self, wire_id: str, label: str, parker: Parker, *, clock: BatchClock | None = None) -> None:
+        self.clock = clock or BatchClock()
         self.rank = 0
         """The rank that runs it."""
         self.wire_id = wire_id
@@ -86,7 +103,9 @@ class RequestState:
         return self.finish_reason is not None or self.error is not None
 
     def push(self, output: EngineCoreOutput) -> bool:
-        """Take one output from the engine; whether the request ends here, although the engine would go on."""
+        """Take one output from the engine; whether the request ends here, although the engine would go on.
+
+        The hot loop: one call for each output, and no other in the middle of a stream, save for the wake-up."""
         stopped = self.stopper is not None and self.stopper.look(output)
         ids = output.new_token_ids
         if self.token_ids is None:
@@ -94,14 +113,14 @@ class RequestState:
         else:
             self.token_ids += ids
         if ids:
-            self.latest_token_s = monotonic()
+            self.latest_token_s = self.clock.now_s
         if output.prefill_stats is not None:
             self.num_cached_tokens = output.prefill_stats.num_cached_tokens
         if output.events is not None:
             self._note_events(output)
         if output.finish_reason is not None:
             self._finish(output)
-        if self._is_due(len(ids)):
+        if (self.interval == 1 and self.first_token_s is not None) or self._is_due(len(ids)):
             self.readable = True
             self.parker.wake()
         return stopped
@@ -178,8 +197,8 @@ class PooledRequestState(RequestState):
 
     __slots__ = ("data",)
 
-    def __init__(self, wire_id: str, label: str, parker: Parker) -> None:
-        super().__init__(wire_id, label, parker)
+    def __init__(self, wire_id: str, label: str, parker: Parker, *, clock: BatchClock | None = None) -> None:
+        super().__init__(wire_id, label, parker, clock=clock)
         self.data: Tensor | None = None
 
     def push(self, output: EngineCoreOutput) -> bool:
