@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ._client.inputs.prompts import EmbedsPrompt, Prompt
     from ._client.inputs.text_prompts import ChatPrompt
     from ._client.operations import PauseMode
+    from ._client.output_json import output_from_json, output_to_json
     from ._client.requests.many import RequestGroup
     from ._client.requests.stream import RequestStream
     from ._client.requests.stream_views import TextStream, TokenStream
@@ -90,11 +91,17 @@ if TYPE_CHECKING:
         FlatLogprobs,
         Logprob,
         LogprobsOnePosition,
+        OutputDetails,
         PoolingOutput,
+        PrefillUsage,
+        RequestFacts,
         RequestMetrics,
         RequestOutput,
+        SamplingMask,
+        SpecDecodeMetrics,
         TensorLike,
         Usage,
+        WeightVersionSpan,
     )
     from .params import (
         LateChunkingParams,
@@ -154,6 +161,7 @@ __all__ = [
     "MultiModalFeatureSpec",
     "MultiModalField",
     "MultiModalFieldElem",
+    "OutputDetails",
     "OutputKind",
     "OutputProcessingError",
     "OverloadedError",
@@ -161,6 +169,7 @@ __all__ = [
     "PlaceholderRange",
     "PoolingOutput",
     "PoolingParams",
+    "PrefillUsage",
     "Prompt",
     "ProtocolError",
     "RankChanged",
@@ -170,6 +179,7 @@ __all__ = [
     "RemoteProtocolError",
     "RepetitionDetectionParams",
     "RequestError",
+    "RequestFacts",
     "RequestFailed",
     "RequestGroup",
     "RequestMetrics",
@@ -180,8 +190,10 @@ __all__ = [
     "RestartPolicy",
     "RetryPolicy",
     "RunningEngine",
+    "SamplingMask",
     "SamplingParams",
     "ShutdownReport",
+    "SpecDecodeMetrics",
     "StartupTimeout",
     "StateChanged",
     "Status",
@@ -196,7 +208,10 @@ __all__ = [
     "UtilityRejected",
     "UtilityTimeout",
     "VLLMEngine",
+    "WeightVersionSpan",
     "WrongLoopError",
+    "output_from_json",
+    "output_to_json",
 ]
 
 _HOMES = {
@@ -210,6 +225,7 @@ _HOMES = {
         "_client.engines.health": ("ClientHealth", "HealthLevel", "RankHealth"),
         "_client.operations": ("PauseMode",),
         "_client.inputs.prompts": ("EmbedsPrompt", "Prompt"),
+        "_client.output_json": ("output_from_json", "output_to_json"),
         "_client.requests.many": ("RequestGroup",),
         "_client.requests.stream": ("RequestStream",),
         "_client.requests.stream_views": ("TextStream", "TokenStream"),
@@ -252,11 +268,17 @@ _HOMES = {
             "FlatLogprobs",
             "Logprob",
             "LogprobsOnePosition",
+            "OutputDetails",
             "PoolingOutput",
+            "PrefillUsage",
+            "RequestFacts",
             "RequestMetrics",
             "RequestOutput",
+            "SamplingMask",
+            "SpecDecodeMetrics",
             "TensorLike",
             "Usage",
+            "WeightVersionSpan",
         ),
         "params": (
             "LateChunkingParams",

@@ -192,7 +192,8 @@ class RequestBuilder:
             return
         multimodal = self._model.multimodal if self._model else None
         checked: dict[str, Any] = check_fields(fields, self.limits, multimodal=multimodal)
-        checked.pop("tokenization_kwargs", None)  # not the engine's
+        for name in ("prompt_text", "tokenization_kwargs"):
+            checked.pop(name, None)  # not the engine's
         if (adapter := checked.pop("lora_request", None)) is not None:
             request.lora_request = lora_to_wire(adapter)
             request.lora_request.load_inplace = False  # done, once, before; vLLM would load it again in every step

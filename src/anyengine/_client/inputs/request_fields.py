@@ -39,6 +39,8 @@ class RequestFields(TypedDict, total=False):
     reasoning_parser_kwargs: Mapping[str, Any] | None
     kv_hints: KvHintsEnvelope | None
     """For the engine's KV-cache connector."""
+    prompt_text: str | None
+    """The text behind a prompt of token ids: its outputs tell it as ``prompt``. Not sent."""
     tokenization_kwargs: Mapping[str, Any] | None
     """``truncate_prompt_tokens`` (-1: to what the model's length allows), ``truncation_side``,
     ``add_special_tokens``."""
@@ -87,6 +89,7 @@ _RULES: Final[dict[str, Rule]] = {
     "reasoning_ended": flag(optional=True),
     "reasoning_parser_kwargs": mapping(_check_keyword),
     "kv_hints": record(KvHintsEnvelope),
+    "prompt_text": text(optional=True),
     "tokenization_kwargs": mapping(),  # what is in it has been used by now
 }
 

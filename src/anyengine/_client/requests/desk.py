@@ -37,6 +37,7 @@ from .admission import Admission, AdmissionSettings, Ticket
 from .completion import Completion
 from .deadlines import Deadlines, TimedRequestState, TimedScoredRequestState, Timeouts
 from .dropped import DroppedRequests
+from .facts import facts_of
 from .fan_out import ChildParker, Completions, children_of
 from .output_processor import OutputProcessor
 from .refusals import in_users_words
@@ -162,6 +163,7 @@ class RequestDesk:
         started_s: float = 0.0,
     ) -> Completions:
         """Check, register and send one request, with all its completions. Synchronous: it is owned when this returns.
+        (A prompt that was text has it as an attribute.)
 
         Raises:
             RequestRejected: bad input; nothing was sent.
@@ -171,6 +173,9 @@ class RequestDesk:
         timed = timeouts is not None and timeouts.needs_tokens_timed
         completions = self._completions(request, params, timed=timed)
         states = completions.states
+        asked = facts_of(request, prompt, fields)
+        for state in states:
+            state.asked, state.weights = asked, self._processor.weights
         try:
             for child, state in zip(children_of(request, params.n), states, strict=True):
                 self._add(child, state)

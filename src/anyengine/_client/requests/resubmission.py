@@ -79,7 +79,7 @@ class Submission:
     def sent(self, request: EngineCoreRequest, rank: int) -> None:
         """``request``, the next one, has been sent."""
         self.state.attempts += 1
-        self.state.wire_id, self.state.rank = request.request_id, rank
+        self.state.moved(request.request_id, rank)
         self._had = len(self.received)
 
     def why_not(self) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .messages import next_token, pooled, prompt_hash, token_output
+from .messages import changed, next_token, pooled, prompt_hash, token_output
 from .script import RequestRule, Script
 
 __all__ = ["Generation"]
@@ -126,9 +126,9 @@ class Generation:
             tokens = [next_token(live.crc, number, self._script.vocab_size) for number in numbers]
         live.sent += count
         if live.sent < live.limit:
-            return token_output(live.request_id, tokens)
+            return changed(token_output(live.request_id, tokens), rule.output)
         del self._running[live.request_id]
-        return token_output(live.request_id, tokens, live.finish, rule.error)
+        return changed(token_output(live.request_id, tokens, live.finish, rule.error), rule.output | rule.last)
 
     def _schedule(self, now_s: float) -> None:
         while self._waiting and not self.holds_queue and len(self._running) < self._script.max_running:
