@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ._client.inputs.text_prompts import ChatPrompt
     from ._client.operations import PauseMode
     from ._client.output_json import output_from_json, output_to_json
+    from ._client.reporting import ClientStatistics, RankStatistics, StatisticsSink
+    from ._client.requests.account import RankTotals
     from ._client.requests.many import RequestGroup
     from ._client.requests.stream import RequestStream
     from ._client.requests.stream_views import TextStream, TokenStream
@@ -123,6 +125,7 @@ __all__ = [
     "ClientFailedError",
     "ClientHealth",
     "ClientState",
+    "ClientStatistics",
     "CommandEngine",
     "CurrentState",
     "DebugSnapshot",
@@ -175,6 +178,8 @@ __all__ = [
     "RankChanged",
     "RankHealth",
     "RankState",
+    "RankStatistics",
+    "RankTotals",
     "RemoteEngine",
     "RemoteProtocolError",
     "RepetitionDetectionParams",
@@ -196,6 +201,7 @@ __all__ = [
     "SpecDecodeMetrics",
     "StartupTimeout",
     "StateChanged",
+    "StatisticsSink",
     "Status",
     "StructuredOutputsParams",
     "Tensor",
@@ -226,6 +232,8 @@ _HOMES = {
         "_client.operations": ("PauseMode",),
         "_client.inputs.prompts": ("EmbedsPrompt", "Prompt"),
         "_client.output_json": ("output_from_json", "output_to_json"),
+        "_client.reporting": ("ClientStatistics", "RankStatistics", "StatisticsSink"),
+        "_client.requests.account": ("RankTotals",),
         "_client.requests.many": ("RequestGroup",),
         "_client.requests.stream": ("RequestStream",),
         "_client.requests.stream_views": ("TextStream", "TokenStream"),

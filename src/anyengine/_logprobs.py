@@ -6,7 +6,7 @@ Owns the columnar form. The records share no mutable state with the client.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final, Protocol, TypeAlias, overload
+from typing import Any, ClassVar, Final, Protocol, TypeAlias, overload, runtime_checkable
 
 import msgspec
 
@@ -18,6 +18,7 @@ TokenDecoder: TypeAlias = Callable[[int, Sequence[int]], str]
 _CONTEXT_TOKENS: Final = 4  # no character has more bytes
 
 
+@runtime_checkable
 class TensorLike(Protocol):
     """Numbers as the engine sent them: row-major little-endian bytes, and two ways to read them."""
 

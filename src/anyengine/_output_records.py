@@ -50,6 +50,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The text of the prompt, if it was text, or ``prompt_text`` told."""
     prompt_token_ids: tuple[int, ...] | None = None
     lora_request: LoRARequest | None = None
+    num_prompt_tokens: int = 0
     arrival_time: float = 0.0
     rank: int = 0
     queued_ts: float = 0.0

@@ -30,6 +30,7 @@ from .inputs.request_builder import RequestBuilder
 from .inputs.request_fields import GenerateOptions, RequestFields, check_field_names
 from .operations import EngineOperations
 from .pooling import encode_once
+from .reporting import ClientStatistics, Reports, StatisticsReports, StatisticsSink, take_statistics
 from .request_control import RequestControl
 from .requests.admission import AdmissionSettings
 from .requests.deadlines import time_limits
@@ -44,7 +45,7 @@ from .shortcuts import RequestShortcuts
 __all__ = ["EngineClient"]
 
 
-class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
+class EngineClient(RequestShortcuts, RequestControl, EngineOperations, StatisticsReports):
     """A client of one engine core, or of several, in one task group.
 
     Use it as ``async with EngineClient(...) as client:``, under trio or asyncio. Construction touches no event loop.
@@ -64,6 +65,9 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
         max_num_queued_reqs: how many sequences may be in flight or on their way there; ``None``: no limit.
         max_num_queued_tokens: how many prompt tokens may wait for their first output; ``None``: no limit. A longer
             prompt is taken when no other one waits.
+        stats_interval_s: how often to write a line of statistics to the log ``anyengine.statistics``, and to tell the
+            sinks; a client that is idle writes none twice. ``None``: when :meth:`do_log_stats` is called.
+        stats_sinks: functions that are given the :class:`ClientStatistics`, in worker threads.
         admission: what becomes of a request that one of these limits keeps out, or a pause: ``"reject"`` raises
             :class:`OverloadedError` or :class:`EngineAsleepError` at once, ``"wait"`` has it wait its turn.
     """
@@ -86,19 +90,12 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
         restart: RestartPolicy | None = None,
         retries: RetryPolicy | None = None,
+        stats_interval_s: float | None = None,
+        stats_sinks: Sequence[StatisticsSink] = (),
         strict: bool = False,
     ) -> None:
-        named: object = model
-        if named is not None and not isinstance(named, str):
-            raise ValueError(f"model must be a str; give the {type(named).__name__} as engine=...")
-        if isinstance(engine, str):
-            raise ValueError(f"engine={engine!r} is a model's name: give it as model, or in an EmbeddedEngine")
-        if model is not None and engine is not None:
-            raise ValueError(f"give model={model!r} or an engine, not both: an engine names its own model")
-        if engine is None:
-            engine = EmbeddedEngine() if model is None else EmbeddedEngine(model=model)
         self._core = EngineCoreClient(
-            engine,
+            _engine_of(model, engine),
             startup_timeout_s=startup_timeout_s,
             shutdown_grace_s=shutdown_grace_s,
             drain_timeout_s=drain_timeout_s,
@@ -113,6 +110,7 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
         if retries is not None and not isinstance(retries, RetryPolicy):
             raise ValueError(f"retries={retries!r} must be a RetryPolicy, or None for no retries")
         self._retries = retries
+        self._reports = Reports(self._take_statistics, stats_sinks, stats_interval_s)
         self._admission = AdmissionSettings(max_num_queued_reqs, max_num_queued_tokens, admission)
         self._context: AbstractAsyncContextManager[None] | None = None
         self._desk: RequestDesk | None = None
@@ -154,6 +152,7 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
                     session.tasks.start_soon(desk.feed_streams)
                     session.tasks.start_soon(session.own, desk.abort_dropped)
                     session.tasks.start_soon(session.own, desk.deadlines.run)
+                    session.tasks.start_soon(session.own, self._reports.run)
                     files = await load_model_files(self._core.model_dir, text=not self._core.skips_text)
                     desk.open(RequestBuilder(files, common_limits(session), wire_id_prefix=os.urandom(4).hex()))
                     yield
@@ -181,6 +180,9 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
     def shutdown_report(self) -> ShutdownReport | None:
         """How the last block ended, or its start failed; ``None`` inside a block, and before the first."""
         return self._core.shutdown_report
+
+    def _take_statistics(self) -> ClientStatistics:
+        return take_statistics(self._core.session, self._entered_desk())
 
     def _entered_desk(self) -> RequestDesk:
         if self._desk is None:
@@ -354,5 +356,27 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
             **self._core.statistics(),
             "requests_waiting": desk.admission.num_waiting,
             "request_timeouts": desk.request_timeouts,
+            "queued_prompt_tokens": self._core.session.connection.requests.num_queued_tokens,
+            "statistics_failures": self._reports.failures,
             **rejections,
         }
+
+
+def _engine_of(
+    model: str | None, engine: EngineSettings | Sequence[EngineSettings] | None
+) -> EngineSettings | Sequence[EngineSettings]:
+    """What is to be started, or joined.
+
+    Raises:
+        ValueError: both are given, or one as the other.
+    """
+    named: object = model
+    if named is not None and not isinstance(named, str):
+        raise ValueError(f"model must be a str; give the {type(named).__name__} as engine=...")
+    if isinstance(engine, str):
+        raise ValueError(f"engine={engine!r} is a model's name: give it as model, or in an EmbeddedEngine")
+    if model is not None and engine is not None:
+        raise ValueError(f"give model={model!r} or an engine, not both: an engine names its own model")
+    if engine is not None:
+        return engine
+    return EmbeddedEngine() if model is None else EmbeddedEngine(model=model)

@@ -51,7 +51,8 @@ class RequestBuilder:
 
     def __init__(self, files: ModelFiles, limits: EngineLimits, wire_id_prefix: str) -> None:
         self._model, self._tokenizer, self._trouble = model, tokenizer, _ = files
-        self._wire_id_prefix = wire_id_prefix
+        self.client_id: str = wire_id_prefix
+        """What tells the requests of this session from all others."""
         self._count = 0
         self._eos_token_ids = tokenizer.eos_token_ids if tokenizer else model.eos_token_ids if model else ()
         self.take_limits(limits)
@@ -170,7 +171,7 @@ class RequestBuilder:
         self._count += 1
         label = f"request-{self._count}" if label is None else label
         _check_label(label)
-        return label, f"{label}-{self._wire_id_prefix}{self._count:x}"
+        return label, f"{label}-{self.client_id}{self._count:x}"
 
     def note_sent(self, request: EngineCoreRequest) -> None:
         """``request`` is on its way: what it settles for the engine's life is settled."""

@@ -33,6 +33,7 @@ from anyengine.exceptions import (
 from anyengine.params import LoRARequest, PoolingParams, SamplingParams
 from anyengine.policies import RetryPolicy
 
+from .account import RequestAccount
 from .admission import Admission, AdmissionSettings, Ticket
 from .completion import Completion
 from .deadlines import Deadlines, TimedRequestState, TimedScoredRequestState, Timeouts
@@ -66,6 +67,7 @@ class RequestDesk:
         self.admission: Admission = Admission(self._session, admission)
         self.resubmissions: Resubmissions = Resubmissions(core, self.admission, retries)
         self.request_timeouts: int = 0
+        self.account: RequestAccount = RequestAccount()
         self._ends_awaited = 0
         self._ends = anyio.Event()
         self._session.on_room = self._look
@@ -175,7 +177,7 @@ class RequestDesk:
         states = completions.states
         asked = facts_of(request, prompt, fields)
         for state in states:
-            state.asked, state.weights = asked, self._processor.weights
+            state.asked, state.weights, state.account = asked, self._processor.weights, self.account
         try:
             for child, state in zip(children_of(request, params.n), states, strict=True):
                 self._add(child, state)
@@ -199,6 +201,7 @@ class RequestDesk:
         """
         request = self.builder.build(prompt, params, label, fields)
         state = PooledRequestState(request.request_id, request.external_req_id or "", make_parker())
+        state.asked, state.account = facts_of(request, prompt, fields), self.account
         self._add(request, state)
         return state, num_prompt_tokens(request)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from anyengine._client.inputs.prompts import Embeddings
 from anyengine._client.inputs.request_fields import RequestFields
+from anyengine._protocol import num_prompt_tokens
 from anyengine._wire import EngineCoreRequest
 from anyengine.outputs import RequestFacts
 
@@ -21,6 +22,7 @@ def facts_of(request: EngineCoreRequest, prompt: Sequence[int] | Embeddings, fie
     return RequestFacts(
         prompt=fields.get("prompt_text") if text is None else text,
         prompt_token_ids=None if ids is None else tuple(ids),
+        num_prompt_tokens=num_prompt_tokens(request),
         lora_request=fields.get("lora_request"),
         arrival_time=request.arrival_time,
         is_watermarked=sampling is not None and bool(sampling.watermarking),

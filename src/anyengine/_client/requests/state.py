@@ -19,6 +19,7 @@ from anyengine._wire import EngineCoreOutput, PrefillStats, Tensor, finish_reaso
 from anyengine.exceptions import EngineError, RequestFailed
 from anyengine.outputs import PrefillUsage, RequestFacts
 
+from .account import RequestAccount
 from .details import DetailCollector
 from .stopping import Stopper
 
@@ -41,6 +42,7 @@ class RequestState:
 
     __slots__ = (
         "abort_expected",
+        "account",
         "asked",
         "attempts",
         "details",
@@ -80,6 +82,8 @@ class RequestState:
         self.token_ids: list[int] | None = None
         self.taken: list[int] = []
         """What has been taken of the tokens; its consumer's own list."""
+        self.account: RequestAccount | None = None
+        """Where it is counted when it has ended; ``None``: nowhere, since it was never sent."""
         self.asked: RequestFacts = _NO_FACTS
         """What is known of the request before it is sent."""
         self.details: DetailCollector | None = None
@@ -169,6 +173,8 @@ class RequestState:
             self._note_events(output)
         if output.finish_reason is not None:
             self._finish(output)
+            if self.account is not None:
+                self.account.close(self)
         if self._is_due(len(ids)):
             self.readable = True
             self.parker.wake()
@@ -191,6 +197,8 @@ class RequestState:
         if self.stopper is not None:
             self.stopper.end()
         self.ended_s, self.facts = monotonic(), None
+        if self.account is not None:
+            self.account.close(self)
         self.readable = True
         self.parker.wake()
 

@@ -267,14 +267,8 @@ class ScriptedCore:
     def _send_outputs(self, outputs: Sequence[Any]) -> None:
         groups = [outputs] if self._script.merge_requests else [[output] for output in outputs]
         for group in filter(None, groups):
-            batch = messages.batch(self._rank, group, self._now_s, load=self._load(), weights=self._calls.weights)
-            self._send("output", "outputs", batch)
-
-    def _load(self) -> dict[str, Any] | None:
-        if not self._script.reports_load:
-            return None
-        live, waiting = len(self._generation.live), len(self._generation.waiting)
-        return {"num_running_reqs": live - waiting, "num_waiting_reqs": waiting, "kv_cache_usage": 0.01 * live}
+            load, weights = self._generation.load(), self._calls.weights
+            self._send("output", "outputs", messages.batch(self._rank, group, self._now_s, load, weights))
 
     def _at(self, due_s: float, action: Callable[[float], None]) -> None:
         if due_s <= self._now_s:

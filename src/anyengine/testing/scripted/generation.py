@@ -59,6 +59,17 @@ class Generation:
         """The ids in the queue."""
         return list(self._waiting)
 
+    def load(self) -> dict[str, Any] | None:
+        """The scheduler's statistics, if the script wants them told."""
+        if not self._script.reports_load:
+            return None
+        running, waiting = len(self._running), len(self._waiting)
+        return {
+            "num_running_reqs": running,
+            "num_waiting_reqs": waiting,
+            "kv_cache_usage": min(0.01 * (running + waiting), 1.0),
+        }
+
     @property
     def is_idle(self) -> bool:
         """Nothing runs."""

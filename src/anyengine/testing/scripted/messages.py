@@ -93,7 +93,7 @@ def pooled(request_id: str, values: Sequence[float]) -> list[Any]:
 
 
 def batch(
-    rank: int, outputs: Sequence[Any], at_s: float, *, load: dict[str, Any] | None = None, weights: str = "default"
+    rank: int, outputs: Sequence[Any], at_s: float, load: dict[str, Any] | None = None, weights: str = "default"
 ) -> bytes:
     """EngineCoreOutputs (§7) with outputs; ``load`` are the scheduler's statistics."""
     return pack([rank, outputs, load, at_s, None, None, None, None, weights])
