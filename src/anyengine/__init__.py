@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ._client.client import EngineClient
     from ._client.core_client import EngineCoreClient
     from ._client.engines.health import ClientHealth, HealthLevel, RankHealth
+    from ._client.engines.model_info import ModelInfo
     from ._client.inputs.prompts import EmbedsPrompt, Prompt
     from ._client.inputs.text_prompts import ChatPrompt
     from ._client.operations import PauseMode
@@ -161,6 +162,7 @@ __all__ = [
     "LocalProtocolError",
     "Logprob",
     "LogprobsOnePosition",
+    "ModelInfo",
     "MultiModalFeatureSpec",
     "MultiModalField",
     "MultiModalFieldElem",
@@ -229,6 +231,7 @@ _HOMES = {
         "_client.session.debugging": ("DebugSnapshot",),
         "_client.session.events": ("ClientEvents",),
         "_client.engines.health": ("ClientHealth", "HealthLevel", "RankHealth"),
+        "_client.engines.model_info": ("ModelInfo",),
         "_client.operations": ("PauseMode",),
         "_client.inputs.prompts": ("EmbedsPrompt", "Prompt"),
         "_client.output_json": ("output_from_json", "output_to_json"),

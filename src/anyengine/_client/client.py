@@ -21,14 +21,15 @@ from anyengine.outputs import PoolingOutput
 from anyengine.params import PoolingParams, SamplingParams
 from anyengine.policies import RestartPolicy, RetryPolicy
 
+from .adapters import Adapters
 from .core_client import EngineCoreClient
 from .engines.engine_limits import common_limits
 from .engines.health import ClientHealth, HealthLevel, examine
+from .engines.model_info import ModelInfo
 from .inputs.model_files import load_model_files
 from .inputs.prompts import Prompt
 from .inputs.request_builder import RequestBuilder
 from .inputs.request_fields import GenerateOptions, RequestFields, check_field_names
-from .operations import EngineOperations
 from .pooling import encode_once
 from .reporting import ClientStatistics, Reports, StatisticsReports, StatisticsSink, take_statistics
 from .request_control import RequestControl
@@ -45,7 +46,7 @@ from .shortcuts import RequestShortcuts
 __all__ = ["EngineClient"]
 
 
-class EngineClient(RequestShortcuts, RequestControl, EngineOperations, StatisticsReports):
+class EngineClient(RequestShortcuts, RequestControl, Adapters, StatisticsReports):
     """A client of one engine core, or of several, in one task group.
 
     Use it as ``async with EngineClient(...) as client:``, under trio or asyncio. Construction touches no event loop.
@@ -195,8 +196,8 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations, Statistic
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
         request_id: str | None = None,
+        *,
         timeout_s: float | None = None,
         first_token_timeout_s: float | None = None,
         inter_token_timeout_s: float | None = None,
@@ -252,8 +253,8 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations, Statistic
         self,
         prompt: Prompt,
         pooling_params: PoolingParams | None = None,
-        *,
         request_id: str | None = None,
+        *,
         nowait: bool = False,
         **fields: Unpack[RequestFields],
     ) -> PoolingOutput:
@@ -273,11 +274,6 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations, Statistic
         check_field_names("encode", fields)
         params = pooling_params or PoolingParams()
         return await encode_once(self._entered_desk(), prompt, params, request_id, fields, nowait=nowait)
-
-    async def remove_lora(self, lora_id: int) -> bool:
-        """Unload an adapter; whether it was there. The next request that names it has it loaded again."""
-        self._entered_desk().forget_adapter(lora_id)
-        return await super().remove_lora(lora_id)
 
     # ----------------------------------------------------------------- utilities
 
@@ -304,6 +300,15 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations, Statistic
             ClientClosedError: the client has not been entered yet.
         """
         return self._entered_desk().builder.tokenizer
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """What the model is, as far as its engines and its files tell.
+
+        Raises:
+            ClientClosedError: the client has not been entered yet.
+        """
+        return self._entered_desk().builder.model_info(self._core.merged_registration)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -342,6 +347,17 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations, Statistic
         Cancellation: safe; nothing is left in the engines.
         """
         return await examine(self._core, level, timeout_s)
+
+    async def check_health(self, timeout_s: float = 5.0) -> None:
+        """Return if every rank answers through its main loop; :meth:`health` tells more.
+
+        Raises:
+            EngineUnresponsiveError: ranks are silent; the text names them.
+            EngineDeadError: one is dead, or the client is.
+
+        Cancellation: safe.
+        """
+        (await self.health(timeout_s=timeout_s)).raise_unhealthy()
 
     def debug_snapshot(self) -> DebugSnapshot:
         """What the client holds at this moment; see :meth:`EngineCoreClient.debug_snapshot`."""

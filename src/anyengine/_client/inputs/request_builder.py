@@ -15,10 +15,12 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from anyengine._client.engines.model_info import ModelInfo, model_info
 from anyengine._protocol import EngineLimits, check_prompt, num_prompt_tokens, output_budget
 from anyengine._rules import reject
 from anyengine._text import Detokenizer, Tokenizer, settle_structured_outputs, tokenize_bad_words
 from anyengine._wire import (
+    EngineCoreReadyResponse,
     EngineCoreRequest,
     WirePoolingParams,
     WireSamplingParams,
@@ -65,6 +67,10 @@ class RequestBuilder:
         if limits.vocab_size is None and self._tokenizer is not None:
             limits = msgspec.structs.replace(limits, vocab_size=self._tokenizer.vocab_size)
         self.limits: EngineLimits = limits
+
+    def model_info(self, ready: EngineCoreReadyResponse | None) -> ModelInfo:
+        """What the model is; ``ready`` is what the engines have said of themselves."""
+        return model_info(ready, self.limits, self._model, has_tokenizer=self._tokenizer is not None)
 
     @property
     def tokenizer(self) -> Tokenizer:

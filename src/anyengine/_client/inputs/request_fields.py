@@ -25,12 +25,14 @@ class RequestFields(TypedDict, total=False):
     """Lower runs first; of no effect unless the engine schedules by priority."""
     data_parallel_rank: int | None
     """The rank that shall run it; by default the one whose turn it is."""
-    lora_request: LoRARequest | None
-    """The adapter to use. The first request with it waits until the engine has loaded it."""
+    lora_request: LoRARequest | str | None
+    """The adapter to use, or the name of one that has been loaded. The first request with it waits until the engine has
+    loaded it."""
     cache_salt: str | None
     """Cached prefixes are shared only between requests with the same one."""
     trace_headers: Mapping[str, str] | None
-    """``traceparent`` and its like, for the engine's spans."""
+    """``traceparent`` and its like, for the engine's spans. By default those of the OpenTelemetry span that the calling
+    task is in, if it is in one; ``None``: none."""
     session_id: str | None
     mm_features: Sequence[MultiModalFeatureSpec] | None
     """Images, sounds, ... as a processor of the engine's release made them, in the order of their positions."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import cast
 
 import anyio
 
@@ -21,6 +22,7 @@ from anyengine._client.engines.readiness import EngineReadiness
 from anyengine._client.inputs.prompts import Embeddings, Prompt, embeddings_bytes
 from anyengine._client.inputs.request_builder import RequestBuilder
 from anyengine._client.inputs.request_fields import RequestFields
+from anyengine._client.inputs.tracing import current_trace_headers
 from anyengine._client.session.wakeup import Parker, make_parker
 from anyengine._protocol import num_prompt_tokens
 from anyengine._wire import EngineCoreRequest
@@ -120,7 +122,7 @@ class RequestDesk:
             await self._readiness.learn_tasks()
             builder.take_limits(common_limits(self._session))
         prepared = await builder.encode(prompt, params, fields.get("tokenization_kwargs"))
-        adapter = fields.get("lora_request")
+        adapter = cast("LoRARequest | None", fields.get("lora_request"))  # names are settled
         if adapter is not None and not self._readiness.has_loaded(adapter):
             # All else is checked before anything is sent; by now the engine may be dead.
             self._core.usable_session()
@@ -151,9 +153,24 @@ class RequestDesk:
         """
         self._core.usable_session()
 
-    def forget_adapter(self, lora_id: int) -> None:
-        """The engine is told to unload it."""
-        self._readiness.forget(lora_id)
+    @property
+    def adapters(self) -> EngineReadiness:
+        """Which adapters are loaded."""
+        return self._readiness
+
+    def settled(self, fields: RequestFields) -> RequestFields:
+        """``fields`` with what is meant by an adapter's name, and with the trace context of the calling task where
+        none is given.
+
+        Raises:
+            RequestRejected: no adapter of that name has been loaded.
+        """
+        changes: RequestFields = {}
+        if isinstance(name := fields.get("lora_request"), str):
+            changes["lora_request"] = self._readiness.by_name(name)
+        if "trace_headers" not in fields and (headers := current_trace_headers()) is not None:
+            changes["trace_headers"] = headers
+        return {**fields, **changes} if changes else fields
 
     def send(
         self,
