@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ._client.output_json import output_from_json, output_to_json
     from ._client.reporting import ClientStatistics, RankStatistics, StatisticsSink
     from ._client.requests.account import RankTotals
+    from ._client.requests.input_session import InputSession, StreamingInput
     from ._client.requests.many import RequestGroup
     from ._client.requests.stream import RequestStream
     from ._client.requests.stream_views import TextStream, TokenStream
@@ -153,6 +154,7 @@ __all__ = [
     "FlatLogprobs",
     "HealthLevel",
     "InheritedEngine",
+    "InputSession",
     "KilledProcess",
     "KvHintAction",
     "KvHintsEnvelope",
@@ -205,6 +207,7 @@ __all__ = [
     "StateChanged",
     "StatisticsSink",
     "Status",
+    "StreamingInput",
     "StructuredOutputsParams",
     "Tensor",
     "TensorLike",
@@ -237,6 +240,7 @@ _HOMES = {
         "_client.output_json": ("output_from_json", "output_to_json"),
         "_client.reporting": ("ClientStatistics", "RankStatistics", "StatisticsSink"),
         "_client.requests.account": ("RankTotals",),
+        "_client.requests.input_session": ("InputSession", "StreamingInput"),
         "_client.requests.many": ("RequestGroup",),
         "_client.requests.stream": ("RequestStream",),
         "_client.requests.stream_views": ("TextStream", "TokenStream"),

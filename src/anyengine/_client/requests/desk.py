@@ -59,7 +59,7 @@ class RequestDesk:
     def __init__(
         self, core: EngineCoreClient, admission: AdmissionSettings, retries: RetryPolicy | None = None
     ) -> None:
-        self._core = core
+        self.core = core
         self._session = core.session
         self._builder: RequestBuilder | None = None
         self._readiness = EngineReadiness(core)
@@ -113,7 +113,7 @@ class RequestDesk:
 
         Cancellation: returns at once.
         """
-        self._core.usable_session()
+        self.core.usable_session()
         builder = self.builder
         await self.admission.enter(ticket)
         if ticket.aborted:
@@ -125,7 +125,7 @@ class RequestDesk:
         adapter = cast("LoRARequest | None", fields.get("lora_request"))  # names are settled
         if adapter is not None and not self._readiness.has_loaded(adapter):
             # All else is checked before anything is sent; by now the engine may be dead.
-            self._core.usable_session()
+            self.core.usable_session()
             request = builder.build(prepared, params, ticket.label, fields)
             request.lora_request = None
             with in_users_words(request.external_req_id or ""):
@@ -151,7 +151,7 @@ class RequestDesk:
         Raises:
             EngineDeadError: the engine died, or the client is closed.
         """
-        self._core.usable_session()
+        self.core.usable_session()
 
     @property
     def adapters(self) -> EngineReadiness:
@@ -238,6 +238,25 @@ class RequestDesk:
         state.aborted()
         return state
 
+    def completion(
+        self,
+        request: EngineCoreRequest,
+        prompt: Sequence[int] | Embeddings,
+        params: SamplingParams,
+        fields: RequestFields,
+        parker: Parker,
+    ) -> Completion:
+        """Where the one answer to ``request`` goes, which is sent by whoever calls."""
+        builder, length = self.builder, num_prompt_tokens(request)
+        state = _make_state(request, parker, params, length, timed=False)
+        state.asked, state.weights, state.account = (
+            facts_of(request, prompt, fields),
+            self._processor.weights,
+            self.account,
+        )
+        decode = builder.token_texts if params.detokenize else None
+        return Completion(0, state, params, builder.detokenizer(request, params), length, decode)
+
     def _completions(self, request: EngineCoreRequest, params: SamplingParams, *, timed: bool) -> Completions:
         builder, parker, woken = self.builder, make_parker(), deque[int]()
         length, decode = num_prompt_tokens(request), builder.token_texts if params.detokenize else None
@@ -258,7 +277,7 @@ class RequestDesk:
     def abort(self, states: Sequence[RequestState]) -> tuple[str, ...]:
         """Abort requests in the engine and give their consumers the final item; the wire ids of those that were alive.
         Synchronous."""
-        return self._core.abort([state.wire_id for state in states]) + self.resubmissions.withdraw(states)
+        return self.core.abort([state.wire_id for state in states]) + self.resubmissions.withdraw(states)
 
     def live(self) -> list[RequestState]:
         """The requests that have not ended."""

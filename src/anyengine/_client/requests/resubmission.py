@@ -19,6 +19,7 @@ from anyengine.exceptions import ClientClosedError, EngineDeadError, EngineError
 from anyengine.policies import RetryPolicy
 
 from .admission import Admission
+from .session_consumer import SessionConsumer
 from .state import RequestState
 
 __all__ = ["Resubmissions", "Submission", "state_of"]
@@ -101,7 +102,7 @@ class Submission:
 
 def state_of(consumer: OutputConsumer) -> RequestState | None:
     """The state behind a consumer in the registry, if it is one of a request of ours."""
-    if isinstance(consumer, Submission):
+    if isinstance(consumer, Submission | SessionConsumer):
         return consumer.state
     return consumer if isinstance(consumer, RequestState) else None
 
