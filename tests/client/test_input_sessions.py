@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 from memory_engines import in_loop
 
 from anyengine import (
-    ClientClosedError,
     EngineClient,
     EngineDeadError,
     InputSession,
@@ -155,8 +155,8 @@ async def test_an_error_ends_all_of_it() -> None:
             await session.send([2])
             taken = []
             with pytest.raises(RequestFailed) as caught:
-                async for item in session:
-                    taken.append(item)
+                while True:
+                    taken.append(await anext(session))
             assert caught.value.request_id == "x" and ids(taken) == expected_tokens([1], 2)
             for _ in range(2):
                 with pytest.raises(RequestFailed):
@@ -181,9 +181,24 @@ async def test_the_death_of_the_engine_between_two_parts() -> None:
                 await anext(session)
             with pytest.raises(EngineDeadError):
                 await session.send([2])
-    other = client.input_session(FOUR)
-    with pytest.raises(ClientClosedError):
-        await other.send([1])
+
+
+@pytest.mark.parametrize("idle", [False, True])
+async def test_one_that_is_dropped_is_aborted(idle: bool) -> None:
+    scripted = ScriptedTwin(Script(step_interval_s=0.001))
+    with anyio.fail_after(30):
+        async with EngineClient(engine=scripted.engine) as client:
+            session = client.input_session(FOUR if idle else SamplingParams(max_tokens=1900))
+            await session.send([1])
+            await (part_of(session) if idle else anext(session))
+            wire_id = session.wire_id
+            with pytest.warns(ResourceWarning, match="dropped before it had ended"):
+                del session
+                gc.collect()
+            while client.stats().in_flight:
+                await anyio.lowlevel.checkpoint()
+            await client.drain()
+    assert scripted.received("abort") == [[wire_id]]
 
 
 async def test_what_cannot_be_done_in_parts_is_refused() -> None:
@@ -195,7 +210,7 @@ async def test_what_cannot_be_done_in_parts_is_refused() -> None:
                 SamplingParams(output_kind=OutputKind.FINAL_ONLY),
                 SamplingParams(stop=["x"]),
             ):
-                with pytest.raises(RequestRejected, match="in parts|no end"):
+                with pytest.raises(RequestRejected, match=r"in parts|no end"):
                     client.input_session(params)
             async with client.input_session(FOUR) as session:
                 with pytest.raises(RequestRejected, match="in parts"):

@@ -88,8 +88,8 @@ class RequestShortcuts:
         request_id: str | None = None,
         **fields: Unpack[RequestFields],
     ) -> InputSession:
-        """A request whose prompt comes in parts, each of which is answered: see :class:`InputSession`. The arguments are
-        those of :meth:`generate`. Needs a vLLM engine."""
+        """A request whose prompt comes in parts, each of which is answered: see :class:`InputSession`. The arguments
+        are those of :meth:`generate`. Needs a vLLM engine."""
         check_field_names("input_session", fields)
         return InputSession(self._entered_desk, sampling_params or SamplingParams(), request_id, fields)
 

@@ -6,6 +6,7 @@ the answers to those before, so nothing is computed twice. There is no task behi
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import AsyncIterable, Callable, Sequence
 from types import TracebackType
@@ -27,6 +28,7 @@ from anyengine.params import OutputKind, SamplingParams
 from .completion import Completion
 from .desk import RequestDesk
 from .session_consumer import SessionConsumer
+from .state import RequestState
 
 __all__ = ["InputSession", "StreamingInput"]
 
@@ -43,7 +45,7 @@ class InputSession:
     has not ended.
 
     Each part is answered on its own: its items end with one that has a ``finish_reason``, and ``finished`` is true in
-    the last item of all, if :meth:`end` was called before it was taken. A part that is sent before the one before it has
+    the last item of all, if :meth:`end` was called before it was taken. A part that is sent before the former one has
     been answered waits in the engine. One task sends and one iterates.
     """
 
@@ -88,6 +90,20 @@ class InputSession:
             assert self._desk is not None
             self._desk.core.abort(self._first.request_id)
         self._parker.wake()
+
+    def __del__(self) -> None:
+        first, consumer = getattr(self, "_first", None), getattr(self, "_consumer", None)
+        if first is not None and consumer is not None and not (self._closed or consumer.over):
+            # A collection can run in another thread or in the middle of a send: only leave a note for the session.
+            assert self._desk is not None
+            self._desk.dropped.put(RequestState(first.request_id, self._label or "", self._parker))
+            warnings.warn(
+                f"the input session {self._label!r} was dropped before it had ended; it is aborted. Use it as "
+                "`async with client.input_session(...) as session`",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
 
     # ---------------------------------------------------------------------- sending
 
