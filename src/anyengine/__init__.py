@@ -16,9 +16,14 @@ if TYPE_CHECKING:
     from ._client.client import EngineClient
     from ._client.core_client import EngineCoreClient
     from ._client.engines.health import ClientHealth, HealthLevel, RankHealth
+    from ._client.engines.model_info import ModelInfo
     from ._client.inputs.prompts import EmbedsPrompt, Prompt
     from ._client.inputs.text_prompts import ChatPrompt
     from ._client.operations import PauseMode
+    from ._client.output_json import output_from_json, output_to_json
+    from ._client.reporting import ClientStatistics, RankStatistics, StatisticsSink
+    from ._client.requests.account import RankTotals
+    from ._client.requests.input_session import InputSession, StreamingInput
     from ._client.requests.many import RequestGroup
     from ._client.requests.stream import RequestStream
     from ._client.requests.stream_views import TextStream, TokenStream
@@ -90,11 +95,17 @@ if TYPE_CHECKING:
         FlatLogprobs,
         Logprob,
         LogprobsOnePosition,
+        OutputDetails,
         PoolingOutput,
+        PrefillUsage,
+        RequestFacts,
         RequestMetrics,
         RequestOutput,
+        SamplingMask,
+        SpecDecodeMetrics,
         TensorLike,
         Usage,
+        WeightVersionSpan,
     )
     from .params import (
         LateChunkingParams,
@@ -116,6 +127,7 @@ __all__ = [
     "ClientFailedError",
     "ClientHealth",
     "ClientState",
+    "ClientStatistics",
     "CommandEngine",
     "CurrentState",
     "DebugSnapshot",
@@ -143,6 +155,7 @@ __all__ = [
     "FlatLogprobs",
     "HealthLevel",
     "InheritedEngine",
+    "InputSession",
     "KilledProcess",
     "KvHintAction",
     "KvHintsEnvelope",
@@ -152,9 +165,11 @@ __all__ = [
     "LocalProtocolError",
     "Logprob",
     "LogprobsOnePosition",
+    "ModelInfo",
     "MultiModalFeatureSpec",
     "MultiModalField",
     "MultiModalFieldElem",
+    "OutputDetails",
     "OutputKind",
     "OutputProcessingError",
     "OverloadedError",
@@ -162,15 +177,19 @@ __all__ = [
     "PlaceholderRange",
     "PoolingOutput",
     "PoolingParams",
+    "PrefillUsage",
     "Prompt",
     "ProtocolError",
     "RankChanged",
     "RankHealth",
     "RankState",
+    "RankStatistics",
+    "RankTotals",
     "RemoteEngine",
     "RemoteProtocolError",
     "RepetitionDetectionParams",
     "RequestError",
+    "RequestFacts",
     "RequestFailed",
     "RequestGroup",
     "RequestMetrics",
@@ -181,11 +200,15 @@ __all__ = [
     "RestartPolicy",
     "RetryPolicy",
     "RunningEngine",
+    "SamplingMask",
     "SamplingParams",
     "ShutdownReport",
+    "SpecDecodeMetrics",
     "StartupTimeout",
     "StateChanged",
+    "StatisticsSink",
     "Status",
+    "StreamingInput",
     "StructuredOutputsParams",
     "Tensor",
     "TensorLike",
@@ -197,7 +220,10 @@ __all__ = [
     "UtilityRejected",
     "UtilityTimeout",
     "VLLMEngine",
+    "WeightVersionSpan",
     "WrongLoopError",
+    "output_from_json",
+    "output_to_json",
 ]
 
 _HOMES = {
@@ -209,8 +235,13 @@ _HOMES = {
         "_client.session.debugging": ("DebugSnapshot",),
         "_client.session.events": ("ClientEvents",),
         "_client.engines.health": ("ClientHealth", "HealthLevel", "RankHealth"),
+        "_client.engines.model_info": ("ModelInfo",),
         "_client.operations": ("PauseMode",),
         "_client.inputs.prompts": ("EmbedsPrompt", "Prompt"),
+        "_client.output_json": ("output_from_json", "output_to_json"),
+        "_client.reporting": ("ClientStatistics", "RankStatistics", "StatisticsSink"),
+        "_client.requests.account": ("RankTotals",),
+        "_client.requests.input_session": ("InputSession", "StreamingInput"),
         "_client.requests.many": ("RequestGroup",),
         "_client.requests.stream": ("RequestStream",),
         "_client.requests.stream_views": ("TextStream", "TokenStream"),
@@ -253,11 +284,17 @@ _HOMES = {
             "FlatLogprobs",
             "Logprob",
             "LogprobsOnePosition",
+            "OutputDetails",
             "PoolingOutput",
+            "PrefillUsage",
+            "RequestFacts",
             "RequestMetrics",
             "RequestOutput",
+            "SamplingMask",
+            "SpecDecodeMetrics",
             "TensorLike",
             "Usage",
+            "WeightVersionSpan",
         ),
         "params": (
             "LateChunkingParams",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import msgspec
 
@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 _LOWEST_TEMPERATURE: Final = 0.01
+_MOST_BIAS: Final = 100.0
 
 
 class OutputKind(IntEnum):
@@ -156,10 +157,34 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 msgspec.structs.force_setattr(self, name, None)
         check_together(self)
 
+    @classmethod
+    def from_optional(cls, **values: Any) -> Self:
+        """Parameters of what a request in JSON may say: ``None`` stands for the default, the keys of ``logit_bias`` may
+        be text, and its values are limited to -100 to 100, as in OpenAI's API.
+
+        Raises:
+            RequestRejected: keys of ``logit_bias`` that are no token ids, all of them; or see :class:`SamplingParams`.
+        """
+        given = {name: value for name, value in values.items() if value is not None}
+        if isinstance(bias := given.get("logit_bias"), Mapping):
+            if bad := [key for key in bias if not _is_token_id(key)]:
+                reject("logit_bias", bad, "are no token ids", "use ints, or their digits as keys")
+            given["logit_bias"] = {
+                int(key): min(_MOST_BIAS, max(-_MOST_BIAS, value)) if isinstance(value, int | float) else value
+                for key, value in bias.items()
+            }
+        return cls(**given)
+
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0
+
+
+def _is_token_id(key: Any) -> bool:
+    return (isinstance(key, int) and not isinstance(key, bool)) or (
+        isinstance(key, str) and key.isascii() and key.isdigit()
+    )
 
 
 def _output_kind(name: str, value: Any) -> OutputKind:

@@ -38,7 +38,7 @@ async def last_of(stream: RequestStream) -> tuple[list[int], str | None]:
     return tokens, reason
 
 
-@pytest.mark.feature("L10")
+@pytest.mark.feature("L10", "C04")
 async def test_by_label_wire_id_stream_list_and_all() -> None:
     scripted = ScriptedTwin(SLOW)
     with anyio.fail_after(30):

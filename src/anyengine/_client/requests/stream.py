@@ -135,6 +135,7 @@ class RequestStream:
         num_seqs = self._params.n
         self._ticket = ticket = desk.ticket(self._prompt, self._label, num_seqs=num_seqs, nowait=self._nowait)
         try:
+            self._fields = desk.settled(self._fields)
             timeouts = Timeouts.of(**self._limits_s) if self._limits_s else None
             started_s = 0.0
             if timeouts is None:
