@@ -201,14 +201,6 @@ class InputSession:
         consumer.add(answer.state)
         self._answers.append(answer)
 
-    def _keep_open(self, keep: bool) -> None:
-        assert self._desk is not None and self._first is not None
-        self._desk.core.session.connection.requests.keep_open(self._first.request_id, keep)
-
-    def _forget(self) -> None:
-        assert self._desk is not None and self._first is not None
-        self._desk.core.session.connection.requests.close(self._first.request_id)
-
     # -------------------------------------------------------------------- iteration
 
     def __aiter__(self) -> Self:
