@@ -108,6 +108,7 @@ if TYPE_CHECKING:
         WeightVersionSpan,
     )
     from .params import (
+        BeamSearchParams,
         LateChunkingParams,
         LateInteractionParams,
         LoRARequest,
@@ -120,6 +121,7 @@ if TYPE_CHECKING:
     from .policies import RestartPolicy, RetryPolicy
 
 __all__ = [
+    "BeamSearchParams",
     "ChatPrompt",
     "ClientClosedError",
     "ClientEvent",
@@ -297,6 +299,7 @@ _HOMES = {
             "WeightVersionSpan",
         ),
         "params": (
+            "BeamSearchParams",
             "LateChunkingParams",
             "LateInteractionParams",
             "LoRARequest",

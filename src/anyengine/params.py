@@ -15,6 +15,7 @@ from typing import Any, Final, Self
 import msgspec
 
 from anyengine._param_rules import (
+    BEAM_RULES,
     LATE_CHUNKING_RULES,
     LATE_INTERACTION_RULES,
     LORA_RULES,
@@ -29,6 +30,7 @@ from anyengine._param_rules import (
 from anyengine._rules import Rule, apply_rules, record, reject
 
 __all__ = [
+    "BeamSearchParams",
     "LateChunkingParams",
     "LateInteractionParams",
     "LoRARequest",
@@ -179,6 +181,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0
+
+
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to search with beams: ``beam_width`` answers are followed at once, token by token, up to ``max_tokens``.
+
+    Answers are ranked by their log-probability over ``length ** length_penalty``, where the length is that of prompt
+    and answer together, as in vLLM.
+
+    Raises:
+        RequestRejected: a value of the wrong type or out of range.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    """Whether the end-of-sequence token is among an answer's tokens (never in its text)."""
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        apply_rules(self, BEAM_RULES)
 
 
 def _is_token_id(key: Any) -> bool:

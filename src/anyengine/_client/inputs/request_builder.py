@@ -94,6 +94,17 @@ class RequestBuilder:
         """What tells the texts of single tokens; ``None`` without a tokenizer."""
         return None if self._tokenizer is None else self._tokenizer.token_texts
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends an output, the first if there are several."""
+        return self._eos_token_ids[0] if self._eos_token_ids else None
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of a whole output; empty without a tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
     async def encode(self, prompt: Prompt, params: object = None, options: object = None) -> Sequence[int] | Embeddings:
         """The prompt as token ids, unchecked, or as embeddings; long ones are worked on in a worker thread.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import AsyncIterable, Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -177,14 +178,19 @@ class InputSession:
         request.resumable = True
         if self._first is None or self._consumer is None:
             self._desk, self._first, self._label = desk, request, request.external_req_id
-            self._consumer = consumer = SessionConsumer(self._parker, self._keep_open, self._forget)
+            requests = desk.core.session.connection.requests
+            keep_open, forget = (
+                partial(requests.keep_open, request.request_id),
+                partial(requests.close, request.request_id),
+            )
+            self._consumer = consumer = SessionConsumer(self._parker, keep_open, forget)  # does not know this object
             answer = desk.completion(request, prompt, params, self._fields, self._parker)
             try:
                 self._rank = desk.core.add(request, consumer)
             except BaseException:
                 self._first = self._consumer = None
                 raise
-            self._keep_open(True)
+            keep_open(True)
         else:
             consumer = self._consumer
             request.request_id = self._first.request_id
@@ -194,14 +200,6 @@ class InputSession:
         self._num_tokens += len(prompt)
         consumer.add(answer.state)
         self._answers.append(answer)
-
-    def _keep_open(self, keep: bool) -> None:
-        assert self._desk is not None and self._first is not None
-        self._desk.core.session.connection.requests.keep_open(self._first.request_id, keep)
-
-    def _forget(self) -> None:
-        assert self._desk is not None and self._first is not None
-        self._desk.core.session.connection.requests.close(self._first.request_id)
 
     # -------------------------------------------------------------------- iteration
 

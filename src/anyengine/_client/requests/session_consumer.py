@@ -28,7 +28,7 @@ class SessionConsumer:
 
     __slots__ = ("_forget", "_keep_open", "_latest", "closing", "error", "over", "parker", "parts")
 
-    def __init__(self, parker: Parker, keep_open: Callable[[bool], None], forget: Callable[[], None]) -> None:
+    def __init__(self, parker: Parker, keep_open: Callable[[bool], None], forget: Callable[[], object]) -> None:
         self._keep_open = keep_open
         self._forget = forget
         self._latest: RequestState | None = None
