@@ -8,8 +8,9 @@ drives an :class:`Engine`; the embedded :class:`Engine` schedules :class:`Sequen
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from anyengine._wire import (
     EngineCoreOutput,
@@ -23,7 +24,16 @@ from anyengine._wire import (
     WireSamplingParams,
 )
 
-__all__ = ["Engine", "ModelRunner", "PooledPrompt", "SampledToken", "ScheduledSequence", "SequenceState"]
+__all__ = [
+    "Engine",
+    "FailedSequence",
+    "ModelRunner",
+    "PooledPrompt",
+    "SampledToken",
+    "ScheduledSequence",
+    "SequenceState",
+    "StepResult",
+]
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +98,16 @@ class PooledPrompt(NamedTuple):
     data: Tensor
 
 
+class FailedSequence(NamedTuple):
+    """What a step yields for a sequence that cannot go on: its request fails, alone."""
+
+    reason: str
+
+
+StepResult: TypeAlias = SampledToken | PooledPrompt | FailedSequence | None
+"""What a step yields for one sequence; ``None``: its prompt is not complete yet."""
+
+
 class ModelRunner(Protocol):
     """Runs the model for whole steps. Synchronous, one thread. Sampling included."""
 
@@ -100,16 +120,20 @@ class ModelRunner(Protocol):
     pooling_tasks: tuple[str, ...]  # what it computes of prompts: "embed"
     embedding_size: int
 
-    def start(self, seq: SequenceState) -> None:
+    def start(self, seq: SequenceState) -> Future[None] | None:
         """Take ``seq`` in, before it waits for its turn: sampler state and the like. An exception (a sampling
-        parameter it cannot honour, no memory) fails this request alone."""
+        parameter it cannot honour, no memory) fails this request alone.
+
+        A Future stands for what takes longer, such as compiling a grammar, and is done elsewhere: ``seq`` is scheduled
+        once it is done; an exception in it fails the request, too.
+        """
 
     def finish(self, request_id: str) -> None:
         """Release everything held for it. Unknown ids are ignored."""
 
-    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[SampledToken | PooledPrompt | None]:
-        """Run one step; a sampled token for each entry, in order (``None``: its prompt is not complete yet), or what a
-        pooling request wants.
+    def step(self, scheduled: Sequence[ScheduledSequence]) -> Sequence[StepResult]:
+        """Run one step; a sampled token for each entry, in order (``None``: its prompt is not complete yet), what a
+        pooling request wants, or why the sequence cannot go on.
 
         Keys and values of the new tokens go to, and those of the ``num_computed_tokens`` before them are in, the
         blocks that ``seq.block_ids`` names. Other sequences may have some of these too, and only read them. A

@@ -98,9 +98,15 @@ def limits_of(
         tokenizer=not started_with("skip_tokenizer_init", False),
         reasoning=arguments is not None and arguments.reasons,
         trace_replay=started_with("enable_trace_replay", False),
-        structured_outputs_backend="auto" if arguments is None else arguments.structured_outputs_backend,
+        structured_outputs_backend=_structured_outputs_backend(engine),
         pooler=started_with("pooler_config") or {},
     )
+
+
+def _structured_outputs_backend(engine: EngineSettings) -> str:
+    if isinstance(engine, EmbeddedEngine):
+        return "guidance"  # the library is the same
+    return "auto" if engine.understood is None else engine.understood.structured_outputs_backend
 
 
 def _is_vllm(engine: EngineSettings) -> bool:

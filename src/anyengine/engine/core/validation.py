@@ -19,7 +19,6 @@ __all__ = ["check_request"]
 _UNSUPPORTED_REQUEST_FIELDS = ("mm_features", "lora_request", "prompt_embeds", "resumable")
 _UNSUPPORTED_SAMPLING_FIELDS = (
     "prompt_logprob_token_ids",
-    "structured_outputs",
     "thinking_token_budget",
     "trace_decode_token_ids",
 )

@@ -11,16 +11,25 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from anyengine._process.status import Status
 from anyengine.config import EmbeddedEngine
-from anyengine.engine.interfaces import ModelRunner, PooledPrompt, SampledToken, ScheduledSequence, SequenceState
+from anyengine.engine.interfaces import (
+    FailedSequence,
+    ModelRunner,
+    SampledToken,
+    ScheduledSequence,
+    SequenceState,
+    StepResult,
+)
 from anyengine.engine.models import resolve_model
 
 try:
     import torch
 
     from anyengine.engine.runner.attention import AttentionStep, Span
+    from anyengine.engine.runner.constraints import Constraints
     from anyengine.engine.runner.forward import ForwardPass, RoutedForward
     from anyengine.engine.runner.fused import FusedForward, can_fuse
     from anyengine.engine.runner.linear import pack_linears
@@ -62,7 +71,8 @@ def create_runner(config: EmbeddedEngine, report: Callable[[Status], None]) -> M
             forward = RoutedForward(loaded.model)
         max_model_len, num_blocks = _sizes(loaded, config)
         cache = PagedCache(loaded.layers, num_blocks, loaded.like)
-    return TransformersRunner(forward, cache, loaded, max_model_len=max_model_len, seed=config.seed)
+    constraints = Constraints(resolved.model_dir / "tokenizer.json", loaded.vocab_size, loaded.eos_token_ids)
+    return TransformersRunner(forward, cache, loaded, constraints, max_model_len=max_model_len, seed=config.seed)
 
 
 def _fused(loaded: LoadedModel) -> ForwardPass | None:
@@ -115,10 +125,18 @@ class TransformersRunner:
     """
 
     def __init__(
-        self, forward: ForwardPass, cache: PagedCache, loaded: LoadedModel, *, max_model_len: int, seed: int
+        self,
+        forward: ForwardPass,
+        cache: PagedCache,
+        loaded: LoadedModel,
+        constraints: Constraints,
+        *,
+        max_model_len: int,
+        seed: int,
     ) -> None:
         self._forward: ForwardPass | None = forward
         self._cache = cache
+        self._constraints = constraints
         self._dtype, self._device = loaded.like.dtype, loaded.like.device
         self.vocab_size: int = loaded.vocab_size
         self.max_model_len = max_model_len
@@ -132,22 +150,24 @@ class TransformersRunner:
         self._prompt_logprobs: dict[str, PromptLogprobs] = {}  # of those who ask, until their prompt is complete
         self._unseeded = random.Random(seed)  # noqa: S311  # sampling noise, not a secret
 
-    def start(self, seq: SequenceState) -> None:
-        """Raises ValueError for sampling parameters that the sampler does not know."""
+    def start(self, seq: SequenceState) -> Future[None] | None:
+        """Raises ValueError for sampling parameters that the sampler does not know. A constraint is waited for."""
         if refusal := unsupported_sampling(seq.sampling, self.vocab_size):
             raise ValueError(refusal)
         seed = seq.sampling.seed
         self._seeds[seq.request_id] = self._unseeded.getrandbits(64) if seed is None else seed
         if seq.sampling.prompt_logprobs is not None:
             self._prompt_logprobs[seq.request_id] = PromptLogprobs(seq)
+        return None if seq.sampling.structured_outputs is None else self._constraints.start(seq)
 
     def finish(self, request_id: str) -> None:
         """Forget its sampler state."""
         self._seeds.pop(request_id, None)
         self._prompt_logprobs.pop(request_id, None)
+        self._constraints.finish(request_id)
 
     @torch.inference_mode()
-    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[SampledToken | PooledPrompt | None]:
+    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
         """One pass, one sampling."""
         # Rows of one token first, the longest sequence first of all, as attention groups them.
         order = sorted(
@@ -159,7 +179,7 @@ class TransformersRunner:
         sampling = [place for place in complete if items[place].seq.pooling is None]
         pooling = [place for place in complete if items[place].seq.pooling is not None]
         logits, hidden_states = self._run_model(items, sampling, pooling)
-        results: list[SampledToken | PooledPrompt | None] = [None] * len(scheduled)
+        results: list[StepResult] = [None] * len(scheduled)
         if sampling:
             tokens = self._sample(logits, [items[place].seq for place in sampling])
             for place, token in zip(sampling, tokens, strict=True):
@@ -202,19 +222,24 @@ class TransformersRunner:
     def _indices(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
-    def _sample(self, logits: torch.Tensor, seqs: Sequence[SequenceState]) -> list[SampledToken]:
+    def _sample(self, logits: torch.Tensor, seqs: Sequence[SequenceState]) -> list[SampledToken | FailedSequence]:
         """The next token of each sequence; logits: [num_seqs, vocab], float32."""
+        logits = self._constraints.masked(logits, seqs)
         token_ids = sample(logits, seqs, [self._seeds[seq.request_id] for seq in seqs])
         logprobs = sampled_logprobs(logits, seqs, token_ids)
-        tokens: list[SampledToken] = []
+        tokens: list[SampledToken | FailedSequence] = []
         for seq, token_id, of_token in zip(seqs, token_ids, logprobs, strict=True):
             collector = self._prompt_logprobs.pop(seq.request_id, None)
+            if reason := self._constraints.accept(seq, token_id):
+                tokens.append(FailedSequence(reason))
+                continue
             tokens.append(SampledToken(token_id, of_token, collector.result() if collector else None))
         return tokens
 
     def close(self) -> None:
         """Drop the cache and the model."""
         self._seeds.clear()
+        self._constraints.close()
         self._cache.close()
         self._forward = None
 
