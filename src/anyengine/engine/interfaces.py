@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from anyengine._wire import (
     EngineCoreOutput,
@@ -20,11 +20,13 @@ from anyengine._wire import (
     LogprobsTensors,
     SchedulerStats,
     Tensor,
+    WireLoRARequest,
     WirePoolingParams,
     WireSamplingParams,
 )
 
 __all__ = [
+    "AdapterRunner",
     "Engine",
     "FailedSequence",
     "ModelRunner",
@@ -57,6 +59,8 @@ class SequenceState:
     num_preemptions: int = 0
     pooling: WirePoolingParams | None = None
     """What is wanted of the prompt instead of a token after it."""
+    lora_id: int | None = None
+    """The adapter that it is computed with."""
 
     @property
     def num_tokens(self) -> int:
@@ -143,6 +147,31 @@ class ModelRunner(Protocol):
 
     def close(self) -> None:
         """Release the model."""
+
+
+@runtime_checkable
+class AdapterRunner(Protocol):
+    """A :class:`ModelRunner` that may have LoRA adapters. Sequences name theirs with ``lora_id``, and keep it to their
+    end, though it may be removed or replaced meanwhile. Called between steps."""
+
+    max_loras: int  # so many are kept; 0: none
+
+    def add_lora(self, request: WireLoRARequest) -> bytes:
+        """Load an adapter, unless it is there. What keys and values that are computed with it depend on: no other
+        adapter gives the same.
+
+        Raises:
+            ValueError: it cannot be served, and why.
+        """
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Whether it was there."""
+
+    def list_loras(self) -> list[int]:
+        """The ids of those that are loaded."""
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Never let it go for another one. Raises ValueError if it is not loaded."""
 
 
 class Engine(Protocol):

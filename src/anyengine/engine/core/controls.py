@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
+from anyengine._wire import WireLoRARequest
 from anyengine.engine.core.pausing import PauseGate, PauseMode
 from anyengine.engine.core.utilities import UtilityTable
+from anyengine.engine.interfaces import AdapterRunner
 
 __all__ = ["EngineControls"]
 
@@ -28,11 +30,13 @@ class EngineControls:
         clear_prefixes: Callable[..., bool],
         statistics: Callable[[], dict[str, int]],
         tasks: Sequence[str],
+        adapters: AdapterRunner | None = None,
     ) -> None:
         self._gate = gate
         self._abort_all = abort_all
         self._clear_prefixes = clear_prefixes
         self._tasks = tasks
+        self._adapters = adapters
         self.weight_version: str = "default"  # vLLM's first one, too
         """A name for the weights, which outputs carry. Whoever changes weights sets it."""
         self._table = UtilityTable(
@@ -51,9 +55,9 @@ class EngineControls:
                 "reset_encoder_cache": self._accept,
                 "execute_dummy_batch": self._accept,
                 "list_loras": self._list_loras,
-                "add_lora": self._refuse_lora,
-                "remove_lora": self._refuse_lora,
-                "pin_lora": self._refuse_lora,
+                "add_lora": self._add_lora,
+                "remove_lora": self._remove_lora,
+                "pin_lora": self._pin_lora,
                 "collective_rpc": self._collective_rpc,
                 "profile": self._profile,
                 "set_weight_version": self._set_weight_version,
@@ -117,10 +121,22 @@ class EngineControls:
     # What only the weights' owner can change.
 
     def _list_loras(self) -> list[int]:
-        return []
+        return self._adapters.list_loras() if self._adapters else []
 
-    def _refuse_lora(self, adapter: Any) -> NoReturn:
-        raise NotImplementedError("this engine has no LoRA adapters")
+    def _add_lora(self, lora_request: WireLoRARequest) -> bool:
+        self._loras().add_lora(lora_request)
+        return True
+
+    def _remove_lora(self, lora_id: int) -> bool:
+        return self._loras().remove_lora(lora_id)
+
+    def _pin_lora(self, lora_id: int) -> bool:
+        return self._loras().pin_lora(lora_id)
+
+    def _loras(self) -> AdapterRunner:
+        if self._adapters is None:
+            raise NotImplementedError("this engine has no LoRA adapters: it was started without max_loras")
+        return self._adapters
 
     def _profile(
         self,

@@ -33,6 +33,7 @@ from anyengine.engine.core.statistics import EngineStatistics
 from anyengine.engine.core.stopping import Stop, check_stop
 from anyengine.engine.core.validation import check_request
 from anyengine.engine.interfaces import (
+    AdapterRunner,
     FailedSequence,
     ModelRunner,
     PooledPrompt,
@@ -87,6 +88,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = runner
+        self._adapters = runner if isinstance(runner, AdapterRunner) and runner.max_loras else None
         self._clock = clock
         self._config = config
         self._rank = rank
@@ -110,6 +112,7 @@ class EngineCore:
             clear_prefixes=self._clear_prefixes,
             tasks=("generate", *runner.pooling_tasks),
             statistics=self._get_engine_statistics,
+            adapters=self._adapters,
         )
 
     def ready_response(self) -> EngineCoreReadyResponse:
@@ -129,8 +132,8 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             instance_id=uuid.uuid4().hex,
-            supports_lora=False,
-            max_loras=0,
+            supports_lora=self._adapters is not None,
+            max_loras=self._adapters.max_loras if self._adapters else 0,
         )
 
     def add(self, request: EngineCoreRequest) -> None:
@@ -162,10 +165,10 @@ class EngineCore:
             sampling,
             priority=request.priority,
             arrival_order=self._statistics.adds_received,
-            cache_key=(request.cache_salt or "").encode(),
             pooling=request.pooling_params,
         )
         try:
+            self._set_cache_key(seq, request)
             preparation = self._runner.start(seq)
         except Exception as exc:  # noqa: BLE001 - one request's trouble is one request's error
             self._runner.finish(request_id)
@@ -177,6 +180,17 @@ class EngineCore:
             self._scheduler.add(seq)
         else:
             self._preparations.add(seq, preparation)
+
+    def _set_cache_key(self, seq: SequenceState, request: EngineCoreRequest) -> None:
+        """Load its adapter, if it has one. Raises ValueError where that is not possible."""
+        salt, adapter = (request.cache_salt or "").encode(), b""
+        if request.lora_request is not None:
+            if self._adapters is None:
+                raise ValueError("lora_request is not served by this engine: it was started without max_loras")
+            adapter = self._adapters.add_lora(request.lora_request)
+            seq.lora_id = request.lora_request.lora_int_id
+        # The length tells where the one ends and the other begins.
+        seq.cache_key = b"%d:%s%s" % (len(adapter), adapter, salt) if salt or adapter else b""
 
     def refuse(self, client_index: int, request_id: str, reason: str) -> None:
         self._fail(client_index, request_id, EngineRequestError("validation_error", reason, retryable=False))

@@ -16,7 +16,7 @@ from anyengine._wire import EngineCoreRequest, WirePoolingParams, WireSamplingPa
 
 __all__ = ["check_request"]
 
-_UNSUPPORTED_REQUEST_FIELDS = ("mm_features", "lora_request", "prompt_embeds", "resumable")
+_UNSUPPORTED_REQUEST_FIELDS = ("mm_features", "prompt_embeds", "resumable")
 _UNSUPPORTED_SAMPLING_FIELDS = (
     "prompt_logprob_token_ids",
     "thinking_token_budget",

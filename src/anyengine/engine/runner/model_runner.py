@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from anyengine._process.status import Status
+from anyengine._wire import WireLoRARequest
 from anyengine.config import EmbeddedEngine
 from anyengine.engine.interfaces import (
     FailedSequence,
@@ -23,16 +24,17 @@ from anyengine.engine.interfaces import (
     SequenceState,
     StepResult,
 )
-from anyengine.engine.models import resolve_model
+from anyengine.engine.models import ResolvedModel, resolve_model
 
 try:
     import torch
 
+    from anyengine.engine.runner.adapters import Adapters
     from anyengine.engine.runner.attention import AttentionStep, Span
     from anyengine.engine.runner.constraints import Constraints
     from anyengine.engine.runner.forward import ForwardPass, RoutedForward
     from anyengine.engine.runner.fused import FusedForward, can_fuse
-    from anyengine.engine.runner.linear import pack_linears
+    from anyengine.engine.runner.linear import LinearPart, pack_linears
     from anyengine.engine.runner.loader import LoadedModel, load_model
     from anyengine.engine.runner.logprobs import PromptLogprobs, sampled_logprobs
     from anyengine.engine.runner.paged_cache import BLOCK_TOKENS, PagedCache, free_memory_bytes
@@ -60,22 +62,33 @@ def create_runner(config: EmbeddedEngine, report: Callable[[Status], None]) -> M
     """
     resolved = resolve_model(config.model, report)
     report(Status("resolving", detail=resolved.source, model_dir=str(resolved.model_dir)))
-    loaded = load_model(resolved, config, report)
     with torch.inference_mode():
-        forward = _fused(loaded) if can_fuse(loaded.model) else None
-        if forward is None:
-            if can_fuse(loaded.model):
-                _logger.warning("%s: our forward pass does not agree with transformers'; theirs is used", config.model)
-                loaded = load_model(resolved, config, report)
-            pack_linears(loaded.model)
-            forward = RoutedForward(loaded.model)
+        loaded, forward, parts = _load(resolved, config, report)
         max_model_len, num_blocks = _sizes(loaded, config)
         cache = PagedCache(loaded.layers, num_blocks, loaded.like)
+        adapters = Adapters(parts, config.max_loras, loaded.like)
     constraints = Constraints(resolved.model_dir / "tokenizer.json", loaded.vocab_size, loaded.eos_token_ids)
-    return TransformersRunner(forward, cache, loaded, constraints, max_model_len=max_model_len, seed=config.seed)
+    return TransformersRunner(
+        forward, cache, loaded, constraints, adapters, max_model_len=max_model_len, seed=config.seed
+    )
 
 
-def _fused(loaded: LoadedModel) -> ForwardPass | None:
+def _load(
+    resolved: ResolvedModel, config: EmbeddedEngine, report: Callable[[Status], None]
+) -> tuple[LoadedModel, ForwardPass, Mapping[str, LinearPart]]:
+    """The model, the pass that is used for it, and where its linear layers are computed."""
+    loaded = load_model(resolved, config, report)
+    if can_fuse(loaded.model):
+        fused = _fused(loaded)
+        if fused is not None:
+            return loaded, fused, fused.parts
+        _logger.warning("%s: our forward pass does not agree with transformers'; theirs is used", config.model)
+        loaded = load_model(resolved, config, report)
+    parts = pack_linears(loaded.model)
+    return loaded, RoutedForward(loaded.model), parts
+
+
+def _fused(loaded: LoadedModel) -> FusedForward | None:
     """Our own pass, which has taken the model apart; ``None``: it does not compute the same."""
     expected = _probe(RoutedForward(loaded.model), loaded)
     fused = FusedForward(loaded.model, loaded.windows)
@@ -130,6 +143,7 @@ class TransformersRunner:
         cache: PagedCache,
         loaded: LoadedModel,
         constraints: Constraints,
+        adapters: Adapters,
         *,
         max_model_len: int,
         seed: int,
@@ -137,6 +151,8 @@ class TransformersRunner:
         self._forward: ForwardPass | None = forward
         self._cache = cache
         self._constraints = constraints
+        self._adapters = adapters
+        self.max_loras: int = adapters.max_loras
         self._dtype, self._device = loaded.like.dtype, loaded.like.device
         self.vocab_size: int = loaded.vocab_size
         self.max_model_len = max_model_len
@@ -156,6 +172,8 @@ class TransformersRunner:
             raise ValueError(refusal)
         seed = seq.sampling.seed
         self._seeds[seq.request_id] = self._unseeded.getrandbits(64) if seed is None else seed
+        if seq.lora_id is not None:
+            self._adapters.use(seq.request_id, seq.lora_id)
         if seq.sampling.prompt_logprobs is not None:
             self._prompt_logprobs[seq.request_id] = PromptLogprobs(seq)
         return None if seq.sampling.structured_outputs is None else self._constraints.start(seq)
@@ -165,6 +183,24 @@ class TransformersRunner:
         self._seeds.pop(request_id, None)
         self._prompt_logprobs.pop(request_id, None)
         self._constraints.finish(request_id)
+        self._adapters.finish(request_id)
+
+    def add_lora(self, request: WireLoRARequest) -> bytes:
+        """See :class:`~anyengine.engine.interfaces.AdapterRunner`."""
+        with torch.inference_mode():
+            return self._adapters.add(request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Requests that use it go on with it."""
+        return self._adapters.remove(lora_id)
+
+    def list_loras(self) -> list[int]:
+        """In order."""
+        return self._adapters.ids()
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Raises ValueError if it is not loaded."""
+        return self._adapters.pin(lora_id)
 
     @torch.inference_mode()
     def step(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
@@ -205,6 +241,7 @@ class TransformersRunner:
         rows = [ends[place] - 1 for place in sampling]
         for place in scored:
             rows += range(ends[place] - items[place].num_new_tokens, ends[place])
+        self._adapters.place(items, ends)
         assert self._forward is not None, "the runner is closed"
         logits, hidden_states = self._forward(
             self._indices(token_ids),
