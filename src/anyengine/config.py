@@ -47,7 +47,8 @@ class EmbeddedEngine(msgspec.Struct, frozen=True, kw_only=True):
     answers together, computed in one step. ``kv_cache_memory_bytes`` is what keys and values may take (``None``: what
     the largest batch could need, at most a quarter of the free memory of a CPU, or most of a GPU's);
     ``enable_prefix_caching`` lets requests use again what others have computed of the same beginning. ``max_loras``
-    LoRA adapters (PEFT's format) are kept loaded at most; 0: requests with an adapter are refused.
+    LoRA adapters (PEFT's format) are kept loaded at most; 0: requests with an adapter are refused. ``profile_dir`` is
+    where ``start_profile`` has its traces written; ``None``: there is no profiler.
     """
 
     model: str = DEFAULT_MODEL
@@ -59,6 +60,7 @@ class EmbeddedEngine(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
     max_loras: int = 0
+    profile_dir: str | None = None
     seed: int = 0
     num_threads: int | None = None
     runner: str = "transformers"

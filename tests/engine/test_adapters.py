@@ -119,7 +119,7 @@ def test_several_adapters_in_one_batch_give_pefts_tokens(
     """Chunks of prompts and single tokens of four kinds in each step; the lean pass, and transformers' own."""
     model_dir = make_tiny_model(architecture, tmp_path / architecture)
     engine = open_engine(model_dir)
-    assert isinstance(engine._runner._forward, FusedForward) is (architecture == "llama")  # type: ignore[attr-defined]
+    assert isinstance(engine._runner._residency.forward, FusedForward) is (architecture == "llama")  # type: ignore[attr-defined]
     names = [*KINDS, None]
     paths: dict[str | None, Path | None] = {None: None}
     for name, config in KINDS.items():

@@ -29,8 +29,10 @@ __all__ = [
     "AdapterRunner",
     "Engine",
     "FailedSequence",
+    "ManagedRunner",
     "ModelRunner",
     "PooledPrompt",
+    "ProfiledRunner",
     "SampledToken",
     "ScheduledSequence",
     "SequenceState",
@@ -172,6 +174,39 @@ class AdapterRunner(Protocol):
 
     def pin_lora(self, lora_id: int) -> bool:
         """Never let it go for another one. Raises ValueError if it is not loaded."""
+
+
+@runtime_checkable
+class ManagedRunner(Protocol):
+    """A :class:`ModelRunner` whose memory can be given back and whose weights can be changed. Called between steps;
+    none is run while it sleeps."""
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether any of its memory is away."""
+
+    def sleep(self, level: int) -> None:
+        """Give memory back: level 1 what can be had again without loss, 2 all."""
+
+    def wake_up(self, tags: Sequence[str] | None) -> None:
+        """Take memory back: ``"weights"``, ``"kv_cache"``, or all of it. What the cache held is lost."""
+
+    def release_kv_cache_memory(self) -> None:
+        """Give the memory of keys and values back."""
+
+    def reload_weights(self, path: str | None) -> None:
+        """Load weights from files; ``None``: those that it began with. A failure leaves the present ones."""
+
+
+@runtime_checkable
+class ProfiledRunner(Protocol):
+    """A :class:`ModelRunner` that can be profiled. Called between steps."""
+
+    def start_profile(self, prefix: str | None, delay_steps: int | None, max_steps: int | None) -> None:
+        """After so many more steps, for so many. Raises where that is not possible."""
+
+    def stop_profile(self) -> None:
+        """Write what there is."""
 
 
 class Engine(Protocol):

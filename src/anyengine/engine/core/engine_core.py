@@ -35,6 +35,7 @@ from anyengine.engine.core.validation import check_request
 from anyengine.engine.interfaces import (
     AdapterRunner,
     FailedSequence,
+    ManagedRunner,
     ModelRunner,
     PooledPrompt,
     SampledToken,
@@ -108,11 +109,10 @@ class EngineCore:
         self._gate = PauseGate()
         self._controls = EngineControls(
             self._gate,
+            runner,
             abort_all=self.abort_all,
             clear_prefixes=self._clear_prefixes,
-            tasks=("generate", *runner.pooling_tasks),
             statistics=self._get_engine_statistics,
-            adapters=self._adapters,
         )
 
     def ready_response(self) -> EngineCoreReadyResponse:
@@ -134,6 +134,7 @@ class EngineCore:
             instance_id=uuid.uuid4().hex,
             supports_lora=self._adapters is not None,
             max_loras=self._adapters.max_loras if self._adapters else 0,
+            enable_sleep_mode=isinstance(self._runner, ManagedRunner),
         )
 
     def add(self, request: EngineCoreRequest) -> None:
@@ -265,7 +266,7 @@ class EngineCore:
             self._forget(request_id)
         self._finished.clear()
         self._unsent.clear()
-        self._gate.resume()
+        self._controls.call("wake_up", [])
 
     def close(self) -> None:
         self._runner.close()

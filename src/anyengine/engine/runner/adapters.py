@@ -116,7 +116,7 @@ class Adapters:
         self.bind(parts)
 
     def bind(self, parts: Mapping[str, LinearPart]) -> None:
-        """The products of these modules are the model's from now on."""
+        """The products of these modules are the model's from now on. Without any, its weights are asleep."""
         self._parts = parts
         self._names = {
             id(part.linear): name for name, part in reversed(list(parts.items()))
@@ -133,6 +133,8 @@ class Adapters:
         """
         if not self.max_loras:
             raise ValueError("this engine has no room for LoRA adapters: start it with max_loras=1 or more")
+        if not self._parts:
+            raise ValueError("the weights that an adapter would change are asleep: wake_up first")
         known = self._loaded.get(request.lora_int_id)
         if known is not None and not request.load_inplace:
             if known.request.lora_path != request.lora_path:

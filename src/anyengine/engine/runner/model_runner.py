@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from anyengine._process.status import Status
 from anyengine._wire import WireLoRARequest
@@ -34,11 +37,13 @@ try:
     from anyengine.engine.runner.constraints import Constraints
     from anyengine.engine.runner.forward import ForwardPass, RoutedForward
     from anyengine.engine.runner.fused import FusedForward, can_fuse
-    from anyengine.engine.runner.linear import LinearPart, pack_linears
-    from anyengine.engine.runner.loader import LoadedModel, load_model
+    from anyengine.engine.runner.linear import pack_linears
+    from anyengine.engine.runner.loader import LoadedModel, WeightFiles, load_model
     from anyengine.engine.runner.logprobs import PromptLogprobs, sampled_logprobs
     from anyengine.engine.runner.paged_cache import BLOCK_TOKENS, PagedCache, free_memory_bytes
     from anyengine.engine.runner.pooling import embed
+    from anyengine.engine.runner.profiling import StepProfiler
+    from anyengine.engine.runner.residency import Residency, Weights
     from anyengine.engine.runner.sampler import sample, unsupported_sampling
 except ImportError as _missing:
     raise ImportError(
@@ -63,29 +68,50 @@ def create_runner(config: EmbeddedEngine, report: Callable[[Status], None]) -> M
     resolved = resolve_model(config.model, report)
     report(Status("resolving", detail=resolved.source, model_dir=str(resolved.model_dir)))
     with torch.inference_mode():
-        loaded, forward, parts = _load(resolved, config, report)
+        loaded, weights = _load(resolved, config, report)
         max_model_len, num_blocks = _sizes(loaded, config)
-        cache = PagedCache(loaded.layers, num_blocks, loaded.like)
-        adapters = Adapters(parts, config.max_loras, loaded.like)
-    constraints = Constraints(resolved.model_dir / "tokenizer.json", loaded.vocab_size, loaded.eos_token_ids)
+        adapters = Adapters(weights.parts, config.max_loras, loaded.like)
+        residency = Residency(
+            weights,
+            partial(_load_again, resolved, config, type(loaded.model)),
+            adapters,
+            layers=loaded.layers,
+            num_blocks=num_blocks,
+            like=loaded.like,
+        )
     return TransformersRunner(
-        forward, cache, loaded, constraints, adapters, max_model_len=max_model_len, seed=config.seed
+        residency,
+        loaded,
+        Constraints(resolved.model_dir / "tokenizer.json", loaded.vocab_size, loaded.eos_token_ids),
+        adapters,
+        StepProfiler(None if config.profile_dir is None else Path(config.profile_dir)),
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        seed=config.seed,
     )
 
 
+def _load_again(resolved: ResolvedModel, config: EmbeddedEngine, model_class: Any, path: Path | None) -> Weights:
+    update = None if path is None else WeightFiles(path, model_class)
+    return _load(resolved, config, lambda _status: None, update)[1]
+
+
 def _load(
-    resolved: ResolvedModel, config: EmbeddedEngine, report: Callable[[Status], None]
-) -> tuple[LoadedModel, ForwardPass, Mapping[str, LinearPart]]:
-    """The model, the pass that is used for it, and where its linear layers are computed."""
-    loaded = load_model(resolved, config, report)
+    resolved: ResolvedModel,
+    config: EmbeddedEngine,
+    report: Callable[[Status], None],
+    update: WeightFiles | None = None,
+) -> tuple[LoadedModel, Weights]:
+    """The model, with its own weights or those of an update, and the pass that is used for it."""
+    loaded = load_model(resolved, config, report, update)
     if can_fuse(loaded.model):
         fused = _fused(loaded)
         if fused is not None:
-            return loaded, fused, fused.parts
+            return loaded, Weights(fused, fused.parts)
         _logger.warning("%s: our forward pass does not agree with transformers'; theirs is used", config.model)
-        loaded = load_model(resolved, config, report)
+        loaded = load_model(resolved, config, report, update)
     parts = pack_linears(loaded.model)
-    return loaded, RoutedForward(loaded.model), parts
+    return loaded, Weights(RoutedForward(loaded.model), parts)
 
 
 def _fused(loaded: LoadedModel) -> FusedForward | None:
@@ -139,17 +165,18 @@ class TransformersRunner:
 
     def __init__(
         self,
-        forward: ForwardPass,
-        cache: PagedCache,
+        residency: Residency,
         loaded: LoadedModel,
         constraints: Constraints,
         adapters: Adapters,
+        profiler: StepProfiler,
         *,
         max_model_len: int,
+        num_blocks: int,
         seed: int,
     ) -> None:
-        self._forward: ForwardPass | None = forward
-        self._cache = cache
+        self._residency = residency
+        self._profiler = profiler
         self._constraints = constraints
         self._adapters = adapters
         self.max_loras: int = adapters.max_loras
@@ -158,7 +185,7 @@ class TransformersRunner:
         self.max_model_len = max_model_len
         self.dtype: str = str(self._dtype).removeprefix("torch.")
         self.eos_token_ids: tuple[int, ...] = loaded.eos_token_ids
-        self.num_kv_blocks: int = cache.num_blocks
+        self.num_kv_blocks: int = num_blocks
         self.kv_block_tokens: int = BLOCK_TOKENS
         self.pooling_tasks: tuple[str, ...] = ("embed",)
         self.embedding_size: int = loaded.hidden_size
@@ -184,6 +211,37 @@ class TransformersRunner:
         self._prompt_logprobs.pop(request_id, None)
         self._constraints.finish(request_id)
         self._adapters.finish(request_id)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """See :class:`~anyengine.engine.interfaces.ManagedRunner`."""
+        return self._residency.is_sleeping
+
+    def sleep(self, level: int) -> None:
+        """Level 1 keeps the weights on a CPU."""
+        self._residency.sleep(level)
+
+    @torch.inference_mode()
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Weights that were given back are loaded again, those of the last update if there was one."""
+        self._residency.wake_up(tags)
+
+    def release_kv_cache_memory(self) -> None:
+        """Give the memory of keys and values back."""
+        self._residency.release_cache()
+
+    @torch.inference_mode()
+    def reload_weights(self, path: str | None = None) -> None:
+        """Raises ValueError unless they are all that the model has."""
+        self._residency.reload(None if path is None else Path(path))
+
+    def start_profile(self, prefix: str | None, delay_steps: int | None, max_steps: int | None) -> None:
+        """See :class:`~anyengine.engine.interfaces.ProfiledRunner`."""
+        self._profiler.start(prefix, delay_steps, max_steps)
+
+    def stop_profile(self) -> None:
+        """Write the trace."""
+        self._profiler.stop()
 
     def add_lora(self, request: WireLoRARequest) -> bytes:
         """See :class:`~anyengine.engine.interfaces.AdapterRunner`."""
@@ -224,6 +282,7 @@ class TransformersRunner:
             wanted = [params for place in pooling if (params := items[place].seq.pooling) is not None]
             for place, vector in zip(pooling, embed(hidden_states, wanted), strict=True):
                 results[order[place]] = vector
+        self._profiler.end_step()
         return results
 
     def _run_model(
@@ -242,10 +301,9 @@ class TransformersRunner:
         for place in scored:
             rows += range(ends[place] - items[place].num_new_tokens, ends[place])
         self._adapters.place(items, ends)
-        assert self._forward is not None, "the runner is closed"
-        logits, hidden_states = self._forward(
+        logits, hidden_states = self._residency.forward(
             self._indices(token_ids),
-            AttentionStep(self._cache, spans, self._dtype, self._device),
+            AttentionStep(self._residency.cache, spans, self._dtype, self._device),
             self._indices(rows),
             self._indices([ends[place] - 1 for place in pooling]) if pooling else None,
         )
@@ -277,8 +335,8 @@ class TransformersRunner:
         """Drop the cache and the model."""
         self._seeds.clear()
         self._constraints.close()
-        self._cache.close()
-        self._forward = None
+        self._profiler.stop()
+        self._residency.close()
 
 
 def _span(item: ScheduledSequence) -> Span:
