@@ -16,9 +16,9 @@ __all__ = ["BUDGET", "PROFILE", "SEED", "Budget"]
 
 @dataclass(frozen=True)
 class Budget:
-    """``machine_steps`` are shared among the state machines of the protocol, ``scheduler_steps`` are those of the embedded
-    engine's scheduler with its block pool; ``every`` explores one cancellation point of so many,
-    in ``phases`` relations to the engine's steps, and in ``process_phases`` with a process behind ZeroMQ."""
+    """``machine_steps`` are shared among the state machines of the protocol, ``scheduler_steps`` are those of the
+    embedded engine's scheduler with its block pool; ``every`` explores one cancellation point of so many, in ``phases``
+    relations to the engine's steps, and in ``process_phases`` with a process behind ZeroMQ."""
 
     machine_steps: int
     scheduler_steps: int

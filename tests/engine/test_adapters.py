@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import peft
 import pytest
 import torch
@@ -15,6 +16,7 @@ from reference_generation import assert_agrees, reference_of
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB_SIZE, make_tiny_model, open_runner
 
+from anyengine import EngineClient, LoRARequest, RequestRejected, SamplingParams
 from anyengine._wire import EngineCoreOutput, EngineCoreRequest, FinishReason, WireLoRARequest, WireSamplingParams
 from anyengine.config import EmbeddedEngine
 from anyengine.engine.core.engine_core import EngineCore
@@ -253,6 +255,27 @@ def test_an_adapter_that_cannot_be_served_fails_its_request_alone(
     for reason in bad:
         assert reason in error_of(outputs[reason])
     assert engine.utility("list_loras", []) == [99]
+
+
+@pytest.mark.anyio
+@pytest.mark.feature("R39")
+@pytest.mark.feature("C26")
+async def test_a_client_uses_adapters_of_our_engine(llama: Path, adapters: dict[str, Path]) -> None:
+    engine = EmbeddedEngine(model=str(llama), num_threads=1, in_process=True, max_loras=2)
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+    answers = []
+    with anyio.fail_after(60):
+        async with EngineClient(engine=engine) as client:
+            for name in ("attention", "everything", None):
+                lora_request = LoRARequest(name, len(answers) + 1, str(adapters[name])) if name else None
+                output = await client.generate(PROMPT, params, lora_request=lora_request).final()
+                answers.append(tuple(output.outputs[0].token_ids))
+            assert await client.list_loras() == {1, 2}
+            assert await client.pin_lora(1) and await client.remove_lora(2)
+            assert await client.list_loras() == {1}
+            with pytest.raises(RequestRejected, match="adapter_config"):
+                await client.generate(PROMPT, params, lora_request=LoRARequest("none", 9, "/nowhere")).final()
+    assert len(set(answers)) == 3
 
 
 def test_without_room_for_adapters_they_are_refused(llama: Path, adapters: dict[str, Path]) -> None:

@@ -37,6 +37,7 @@ __all__ = [
     "ScheduledSequence",
     "SequenceState",
     "StepResult",
+    "generates",
 ]
 
 
@@ -114,6 +115,11 @@ StepResult: TypeAlias = SampledToken | PooledPrompt | FailedSequence | None
 """What a step yields for one sequence; ``None``: its prompt is not complete yet."""
 
 
+def generates(runner: ModelRunner) -> bool:
+    """Whether ``runner`` samples tokens. One that says nothing of it does; a model that classifies does not."""
+    return bool(getattr(runner, "generates", True))
+
+
 class ModelRunner(Protocol):
     """Runs the model for whole steps. Synchronous, one thread. Sampling included."""
 
@@ -123,7 +129,7 @@ class ModelRunner(Protocol):
     eos_token_ids: tuple[int, ...]
     num_kv_blocks: int  # enough for one sequence of max_model_len
     kv_block_tokens: int
-    pooling_tasks: tuple[str, ...]  # what it computes of prompts: "embed"
+    pooling_tasks: tuple[str, ...]  # what it computes of prompts: "embed", "classify"
     embedding_size: int
 
     def start(self, seq: SequenceState) -> Future[None] | None:

@@ -87,7 +87,7 @@ def limits_of(
         max_model_len=registered.max_model_len,
         vocab_size=facts.vocab_size if facts else None,
         hidden_size=facts.hidden_size if facts else None,
-        tasks=frozenset(("generate",)) if isinstance(engine, EmbeddedEngine) else None,
+        tasks=None,
         lora=started_with("enable_lora") if lora is None else lora,
         prompt_embeds=started_with("enable_prompt_embeds"),
         fault_tolerance=started_with("enable_fault_tolerance"),

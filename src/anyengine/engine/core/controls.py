@@ -14,7 +14,7 @@ from typing import Any
 from anyengine._wire import WireLoRARequest
 from anyengine.engine.core.pausing import PauseGate, PauseMode
 from anyengine.engine.core.utilities import UtilityTable
-from anyengine.engine.interfaces import AdapterRunner, ManagedRunner, ModelRunner, ProfiledRunner
+from anyengine.engine.interfaces import AdapterRunner, ManagedRunner, ModelRunner, ProfiledRunner, generates
 
 __all__ = ["EngineControls"]
 
@@ -34,7 +34,7 @@ class EngineControls:
         self._gate = gate
         self._abort_all = abort_all
         self._clear_prefixes = clear_prefixes
-        self._tasks = ("generate", *runner.pooling_tasks)
+        self._tasks = (*(["generate"] if generates(runner) else []), *runner.pooling_tasks)
         self._adapters = runner if isinstance(runner, AdapterRunner) and runner.max_loras else None
         self._memory = runner if isinstance(runner, ManagedRunner) else None
         self._profiler = runner if isinstance(runner, ProfiledRunner) else None

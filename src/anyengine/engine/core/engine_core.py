@@ -41,6 +41,7 @@ from anyengine.engine.interfaces import (
     SampledToken,
     ScheduledSequence,
     SequenceState,
+    generates,
 )
 
 __all__ = ["DIALECT_VERSION", "EngineCore"]
@@ -149,6 +150,7 @@ class EngineCore:
             return
         checked = check_request(
             request,
+            generates=generates(self._runner),
             vocab_size=self._runner.vocab_size,
             max_model_len=self._runner.max_model_len,
             pooling_tasks=self._runner.pooling_tasks,

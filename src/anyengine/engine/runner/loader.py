@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from anyengine._process.status import Status
 from anyengine.config import EmbeddedEngine
@@ -49,6 +49,10 @@ class LoadedModel:
     """What each layer stores of a token."""
     like: torch.Tensor
     """Of the model's dtype and on its device."""
+    num_labels: int | None = None
+    """Of a model with a head that classifies, which does not generate."""
+    problem_type: str | None = None
+    """What its labels are to each other, in transformers' words."""
 
 
 def load_model(
@@ -84,6 +88,8 @@ def load_model(
         windows=windows,
         layers=learn_layers(model, windows),
         like=torch.empty(0, dtype=model.dtype, device=model.device),
+        num_labels=model.config.num_labels if hasattr(model, "score") else None,
+        problem_type=getattr(model.config, "problem_type", None),
     )
     report(Status("loading", detail=f"{config.model} on {device}", fraction=1.0))
     return loaded
@@ -107,7 +113,10 @@ def _from_pretrained(resolved: ResolvedModel, dtype: str) -> Any:
         config = AutoConfig.from_pretrained(resolved.model_dir, trust_remote_code=False)
         return load_gguf_weights(weights, config, "bfloat16" if dtype == "auto" else dtype)
     _refuse_pickles(weights)
-    return AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(weights, trust_remote_code=False, local_files_only=True)
+    classifies = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+    family = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
+    return family.from_pretrained(
         weights, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
     )
 

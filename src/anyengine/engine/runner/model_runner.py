@@ -35,13 +35,13 @@ try:
     from anyengine.engine.runner.adapters import Adapters
     from anyengine.engine.runner.attention import AttentionStep, Span
     from anyengine.engine.runner.constraints import Constraints
-    from anyengine.engine.runner.forward import ForwardPass, RoutedForward
+    from anyengine.engine.runner.forward import ClassifyingForward, ForwardPass, RoutedForward
     from anyengine.engine.runner.fused import FusedForward, can_fuse
     from anyengine.engine.runner.linear import pack_linears
     from anyengine.engine.runner.loader import LoadedModel, WeightFiles, load_model
     from anyengine.engine.runner.logprobs import PromptLogprobs, sampled_logprobs
     from anyengine.engine.runner.paged_cache import BLOCK_TOKENS, PagedCache, free_memory_bytes
-    from anyengine.engine.runner.pooling import embed
+    from anyengine.engine.runner.pooling import classify, embed
     from anyengine.engine.runner.profiling import StepProfiler
     from anyengine.engine.runner.residency import Residency, Weights
     from anyengine.engine.runner.sampler import sample, unsupported_sampling
@@ -111,7 +111,8 @@ def _load(
         _logger.warning("%s: our forward pass does not agree with transformers'; theirs is used", config.model)
         loaded = load_model(resolved, config, report, update)
     parts = pack_linears(loaded.model)
-    return loaded, Weights(RoutedForward(loaded.model), parts)
+    forward = RoutedForward(loaded.model) if loaded.num_labels is None else ClassifyingForward(loaded.model)
+    return loaded, Weights(forward, parts)
 
 
 def _fused(loaded: LoadedModel) -> FusedForward | None:
@@ -187,8 +188,10 @@ class TransformersRunner:
         self.eos_token_ids: tuple[int, ...] = loaded.eos_token_ids
         self.num_kv_blocks: int = num_blocks
         self.kv_block_tokens: int = BLOCK_TOKENS
-        self.pooling_tasks: tuple[str, ...] = ("embed",)
+        self.generates: bool = loaded.num_labels is None
+        self.pooling_tasks: tuple[str, ...] = ("embed",) if self.generates else ("classify",)
         self.embedding_size: int = loaded.hidden_size
+        self._problem_type = loaded.problem_type
         self._seeds: dict[str, int] = {}
         self._prompt_logprobs: dict[str, PromptLogprobs] = {}  # of those who ask, until their prompt is complete
         self._unseeded = random.Random(seed)  # noqa: S311  # sampling noise, not a secret
@@ -280,7 +283,10 @@ class TransformersRunner:
                 results[order[place]] = token
         if hidden_states is not None:
             wanted = [params for place in pooling if (params := items[place].seq.pooling) is not None]
-            for place, vector in zip(pooling, embed(hidden_states, wanted), strict=True):
+            pooled = (
+                embed(hidden_states, wanted) if self.generates else classify(hidden_states, wanted, self._problem_type)
+            )
+            for place, vector in zip(pooling, pooled, strict=True):
                 results[order[place]] = vector
         self._profiler.end_step()
         return results
