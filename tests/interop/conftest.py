@@ -13,8 +13,8 @@ from vllm_codec import VLLMCodec
 
 INSTALLED = "installed"
 
-LONGEST = ("requests", "attach", "failures", "answers", "differential", "liveness", "hurts", "operations", "frontend")
-"""Files that take a minute or more, by what is in their names: begun first, so that no worker is left with one alone."""
+LONGEST = ("vllm_requests", "attach", "failures", "answers", "differential", "liveness", "hurts", "operations")
+"""Files that take a minute or more, by what is in their names: begun first, or one worker is left alone with one."""
 
 
 def sources() -> dict[str, Path | None]:
