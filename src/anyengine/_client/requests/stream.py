@@ -17,6 +17,7 @@ import anyio
 from anyengine._client.inputs.prompts import Embeddings, Prompt
 from anyengine._client.inputs.request_fields import RequestFields
 from anyengine._client.session.wakeup import EndBell
+from anyengine._text.output_parsers import OutputParser
 from anyengine.exceptions import EngineDeadError, EngineError, OutputProcessingError, RequestError
 from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind, SamplingParams
@@ -25,7 +26,7 @@ from .admission import Ticket
 from .deadlines import Timeouts
 from .desk import RequestDesk
 from .fan_out import Completions
-from .stream_views import TextStream, TokenStream
+from .stream_views import ParsedStream, TextStream, TokenStream
 
 __all__ = ["RequestStream"]
 
@@ -211,6 +212,16 @@ class RequestStream:
         """
         self._check_single()
         return TextStream(self, self._params.output_kind)
+
+    def parsed(self, parser: OutputParser) -> ParsedStream:
+        """The stream as ``parser`` takes its text apart: reasoning, content, tool calls; see :func:`output_parser`.
+
+        Tags that the tokenizer calls special are only in the text with ``skip_special_tokens=False``.
+
+        Raises:
+            ValueError: the request has several completions, whose texts would be mixed.
+        """
+        return ParsedStream(self.text_stream(), parser)
 
     def token_stream(self) -> TokenStream:
         """The stream as single tokens.
