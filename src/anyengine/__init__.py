@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ._client.requests.many import RequestGroup
     from ._client.requests.stream import RequestStream
     from ._client.requests.stream_views import ParsedStream, TextStream, TokenStream
-    from ._client.session.closing import KilledProcess, ShutdownReport
+    from ._client.session.closing import EngineExit, KilledProcess, ShutdownReport
     from ._client.session.debugging import DebugSnapshot
     from ._client.session.events import ClientEvents
     from ._process.status import Status
@@ -162,6 +162,7 @@ __all__ = [
     "EngineCoreRequest",
     "EngineDeadError",
     "EngineError",
+    "EngineExit",
     "EngineSettings",
     "EngineStartupError",
     "EngineUnresponsiveError",
@@ -256,7 +257,7 @@ _HOMES = {
     name: module
     for module, names in {
         "_client.client": ("EngineClient",),
-        "_client.session.closing": ("KilledProcess", "ShutdownReport"),
+        "_client.session.closing": ("EngineExit", "KilledProcess", "ShutdownReport"),
         "_client.core_client": ("EngineCoreClient",),
         "_client.session.debugging": ("DebugSnapshot",),
         "_client.session.events": ("ClientEvents",),

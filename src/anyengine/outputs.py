@@ -62,7 +62,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.prompt_tokens + self.completion_tokens
 
 
-class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     """One item of a request stream.
 
     With ``output_kind=DELTA`` (the default) ``text``, ``token_ids`` and ``logprobs`` hold what is new since the item
@@ -95,20 +95,20 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request_id: str
     text: str
     token_ids: list[int]
-    index: int = 0
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    num_held_tokens: int = 0
     num_running: int = 0
+    index: int = 0
+    facts: RequestFacts = _NO_FACTS
+    last_token_s: float = 0.0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_held_tokens: int = 0
     others: tuple[RequestOutput, ...] = ()
     logprobs: FlatLogprobs | None = None
     cumulative_logprob: float | None = None
     prompt_logprobs: FlatLogprobs | None = None
     prompt_token_id_logprobs: TensorLike | None = None
-    facts: RequestFacts = _NO_FACTS
-    last_token_s: float = 0.0
     details: OutputDetails | None = None
 
     @property

@@ -286,7 +286,7 @@ async def test_prompts_in_any_form(model_dir: str) -> None:
 @pytest.mark.feature("L36")
 @pytest.mark.case("K72")
 async def test_a_long_prompt_leaves_the_loop_free(model_dir: str) -> None:
-    """Tokenized in a thread of the client's own: other tasks run meanwhile, and who is cancelled returns at once."""
+    """Tokenized in a thread of the client's own: other tasks run meanwhile. Cancelled: see ``test_unhindered``."""
     text = "the quick brown fox " * 50_000
     scripted = ScriptedTwin(model_dir=model_dir)
     ticks = 0
@@ -307,11 +307,6 @@ async def test_a_long_prompt_leaves_the_loop_free(model_dir: str) -> None:
             tasks.start_soon(tick)
             tasks.start_soon(send)
         assert ticks > 20
-        async with EngineClient(engine=scripted.engine) as client:
-            with anyio.move_on_after(0.001) as scope:
-                await client.submit(text)
-            assert scope.cancelled_caught
-            assert client.statistics()["requests_in_flight"] == 0
     assert sent(scripted, "add") == []
 
 
@@ -328,7 +323,7 @@ async def test_a_stream_taken_apart(model_dir: str) -> None:
             assert parsed.output is not None and parsed.output.finish_reason == "length"
             left = client.generate([4], params).parsed(output_parser(tools="hermes"))
             async with left:
-                assert (await anext(left)).content == "<think"
+                assert "<think>".startswith((await anext(left)).content)
             await client.drain()
     assert all(deltas) and len(deltas) > 10
     expected = ParsedOutput("Hm 🦙", "Look: ", (ToolCall("f", '{"é": 1}'),))

@@ -58,7 +58,8 @@ class RequestControl:
         Outputs come as they are complete, or in the order of the prompts (``ordered``). At most ``concurrency``
         requests are in flight (``None``: as many as admission lets in); the next ones are sent while the group is
         iterated. ``sampling_params`` are those of all prompts, or one for each. ``on_error="raise"``: the first failure
-        aborts all others and is raised; ``"collect"``: an error takes the place of the output. What else there is holds
+        aborts all others and is raised, with its ``prompt_index``; ``"collect"``: an error takes the place of the
+        output. What else there is holds
         for each request, and is explained at :meth:`generate`.
         """
         check_field_names("generate_many", fields)

@@ -59,5 +59,4 @@ class Beams:
     def _score(self, beam: Beam) -> float:
         """Per token, prompt included (as in vLLM)."""
         length = self._num_prompt_tokens + len(beam.token_ids) - beam.ends_with_eos
-        scale: float = max(length, 1) ** self._params.length_penalty
-        return beam.cumulative_logprob / scale
+        return beam.cumulative_logprob / float(max(length, 1) ** self._params.length_penalty)

@@ -30,6 +30,7 @@ class Completion:
         "_detokenizer",
         "_everything",
         "_num_prompt_tokens",
+        "_plain",
         "_scores",
         "_shows_stop",
         "_text",
@@ -59,6 +60,7 @@ class Completion:
         self._scores = Scores(params, decode) if isinstance(state, ScoredRequestState) else None
         self._token_ids: list[int] = state.taken
         self._text: list[str] = []
+        self._plain = not self._everything and self._scores is None and state.stopper is None
 
     def take(self, num_running: int = 0, *, everything: bool = False) -> RequestOutput:
         """Empty the merge buffer into an output. Synchronous, so nothing can be lost between the buffer and the caller.
@@ -69,6 +71,24 @@ class Completion:
         state = self.state
         finished = state.finish_reason is not None
         ids = state.token_ids or []
+        if self._plain and not finished and not everything and state.details is None:
+            # The hot loop, the middle of a stream of deltas: what follows does the same, in more calls.
+            text = "" if self._detokenizer is None else self._detokenizer.push(ids)
+            state.token_ids, state.readable, state.unmarked = None, state.error is not None, 0
+            self._token_ids += ids
+            if text:
+                self._text.append(text)
+            return RequestOutput(
+                state.label,
+                text,
+                ids,
+                self._num_prompt_tokens,
+                len(self._token_ids),
+                num_running,
+                self.index,
+                state.facts or state.make_facts(),
+                state.latest_token_s,
+            )
         text = self._detokenize(ids, finished=finished)
         self._keep(state, ids, text)
         self.over = finished

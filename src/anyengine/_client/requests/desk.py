@@ -46,7 +46,7 @@ from .output_processor import OutputProcessor
 from .refusals import in_users_words
 from .resubmission import Resubmissions, state_of
 from .scores import ScoredRequestState, wants_scores
-from .state import PooledRequestState, RequestState
+from .state import BatchClock, PooledRequestState, RequestState
 from .stopping import Stopper
 
 __all__ = ["RequestDesk"]
@@ -217,7 +217,9 @@ class RequestDesk:
             EngineDeadError: the engine died, or the client is closed.
         """
         request = self.builder.build(prompt, params, label, fields)
-        state = PooledRequestState(request.request_id, request.external_req_id or "", make_parker())
+        state = PooledRequestState(
+            request.request_id, request.external_req_id or "", make_parker(), clock=self._processor.clock
+        )
         state.asked, state.account = facts_of(request, prompt, fields), self.account
         self._add(request, state)
         return state, num_prompt_tokens(request)
@@ -248,7 +250,7 @@ class RequestDesk:
     ) -> Completion:
         """Where the one answer to ``request`` goes, which is sent by whoever calls."""
         builder, length = self.builder, num_prompt_tokens(request)
-        state = _make_state(request, parker, params, length, timed=False)
+        state = _make_state(request, parker, params, length, self._processor.clock, timed=False)
         state.asked, state.weights, state.account = (
             facts_of(request, prompt, fields),
             self._processor.weights,
@@ -264,7 +266,7 @@ class RequestDesk:
         for index, child in enumerate(children_of(request, params.n)):
             detokenizer = builder.detokenizer(request, params)
             waker = parker if params.n == 1 else ChildParker(index, parker, woken)
-            state = _make_state(child, waker, params, length, timed=timed)
+            state = _make_state(child, waker, params, length, self._processor.clock, timed=timed)
             if params.stop and detokenizer is not None:
                 state.stopper = Stopper(params, detokenizer)
             found.append(Completion(index, state, params, detokenizer, length, decode))
@@ -359,15 +361,21 @@ class RequestDesk:
 
 
 def _make_state(
-    request: EngineCoreRequest, parker: Parker, params: SamplingParams, num_prompt_tokens: int, *, timed: bool
+    request: EngineCoreRequest,
+    parker: Parker,
+    params: SamplingParams,
+    num_prompt_tokens: int,
+    clock: BatchClock,
+    *,
+    timed: bool,
 ) -> RequestState:
     """Where the outputs of a request go: the plain one, unless it asks for more than tokens."""
     wire_id, label = request.request_id, request.external_req_id or ""
     if wants_scores(params):
         scored = TimedScoredRequestState if timed else ScoredRequestState
-        state: RequestState = scored(wire_id, label, parker, params, num_prompt_tokens)
+        state: RequestState = scored(wire_id, label, parker, params, num_prompt_tokens, clock=clock)
     else:
-        state = (TimedRequestState if timed else RequestState)(wire_id, label, parker)
+        state = (TimedRequestState if timed else RequestState)(wire_id, label, parker, clock=clock)
     if params.stream_interval is not None:
         state.interval = params.stream_interval
     return state

@@ -22,6 +22,7 @@ from anyengine._wire import EngineCoreOutput, OutputBatch
 from anyengine.exceptions import EngineDeadError, OutputProcessingError
 
 from .resubmission import state_of
+from .state import BatchClock
 
 __all__ = ["OutputProcessor"]
 
@@ -39,6 +40,8 @@ class OutputProcessor:
         self._core = core
         self._on_end = on_end
         self._session = core.session
+        self.clock: BatchClock = BatchClock()
+        """Of the outputs that are being given out."""
         self._rest: Sequence[EngineCoreOutput] = ()  # of the batch that is being processed
         self._next_row = 0
         self._rows_done = 0
@@ -123,6 +126,7 @@ class OutputProcessor:
 
     def _dispatch(self, rows: Sequence[EngineCoreOutput]) -> None:
         self._rows_done += len(rows)
+        self.clock.now_s, self.clock.loop_now_s = time.monotonic(), anyio.current_time()
         session, requests = self._session, self._session.connection.requests
         for entry, exc in requests.dispatch(rows):
             self._core.abort([entry.request_id])

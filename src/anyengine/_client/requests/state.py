@@ -7,6 +7,7 @@ wake are the client's hot loop.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from time import monotonic
 from types import MappingProxyType
@@ -23,7 +24,7 @@ from .account import RequestAccount
 from .details import DetailCollector
 from .stopping import Stopper
 
-__all__ = ["PooledRequestState", "RequestState"]
+__all__ = ["BatchClock", "PooledRequestState", "RequestState"]
 
 _ABORT = "abort"
 _ERROR = "error"
@@ -31,6 +32,20 @@ _QUEUED, _SCHEDULED, _PREEMPTED = 1, 2, 3
 _LAST_DETAILS: Final = ("kv_transfer_params", "ec_transfer_params", "spec_decode_metrics", "surplus")
 _NO_FACTS: Final = RequestFacts()
 _NO_WEIGHTS: Final[Mapping[int, str]] = MappingProxyType({})
+
+
+class BatchClock:
+    """When the outputs came that are being given out: looked at once for many of them. Owned by whoever gives them out,
+    and read by all states.
+
+    ``now_s`` is on the monotonic clock, ``loop_now_s`` on that of the event loop.
+    """
+
+    __slots__ = ("loop_now_s", "now_s")
+
+    def __init__(self) -> None:
+        self.now_s = monotonic()
+        self.loop_now_s = -math.inf
 
 
 class RequestState:
@@ -45,6 +60,7 @@ class RequestState:
         "account",
         "asked",
         "attempts",
+        "clock",
         "details",
         "ended_s",
         "error",
@@ -71,7 +87,8 @@ class RequestState:
         "wire_id",
     )
 
-    def __init__(self, wire_id: str, label: str, parker: Parker) -> None:
+    def __init__(self, wire_id: str, label: str, parker: Parker, *, clock: BatchClock | None = None) -> None:
+        self.clock = clock or BatchClock()
         self.rank = 0
         """The rank that runs it."""
         self.wire_id = wire_id
@@ -156,7 +173,9 @@ class RequestState:
         self.details.weights(version, self.num_tokens)
 
     def push(self, output: EngineCoreOutput) -> bool:
-        """Take one output from the engine; whether the request ends here, although the engine would go on."""
+        """Take one output from the engine; whether the request ends here, although the engine would go on.
+
+        The hot loop: one call for each output, and no other in the middle of a stream, save for the wake-up."""
         stopped = self.stopper is not None and self.stopper.look(output)
         ids = output.new_token_ids
         if output.new_sampling_mask is not None or output.routed_experts is not None or output.num_nans_in_logits:
@@ -166,7 +185,7 @@ class RequestState:
         else:
             self.token_ids += ids
         if ids:
-            self.latest_token_s = monotonic()
+            self.latest_token_s = self.clock.now_s
         if output.prefill_stats is not None:
             self.prefill, self.facts = output.prefill_stats, None
         if output.events is not None:
@@ -175,7 +194,7 @@ class RequestState:
             self._finish(output)
             if self.account is not None:
                 self.account.close(self)
-        if self._is_due(len(ids)):
+        if (self.interval == 1 and self.first_token_s is not None) or self._is_due(len(ids)):
             self.readable = True
             self.parker.wake()
         return stopped
@@ -272,8 +291,8 @@ class PooledRequestState(RequestState):
 
     __slots__ = ("data",)
 
-    def __init__(self, wire_id: str, label: str, parker: Parker) -> None:
-        super().__init__(wire_id, label, parker)
+    def __init__(self, wire_id: str, label: str, parker: Parker, *, clock: BatchClock | None = None) -> None:
+        super().__init__(wire_id, label, parker, clock=clock)
         self.data: Tensor | None = None
 
     def push(self, output: EngineCoreOutput) -> bool:
