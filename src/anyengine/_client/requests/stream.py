@@ -17,6 +17,7 @@ import anyio
 from anyengine._client.inputs.prompts import Embeddings, Prompt
 from anyengine._client.inputs.request_fields import RequestFields
 from anyengine._client.session.wakeup import EndBell
+from anyengine._text.output_parsers import OutputParser
 from anyengine.exceptions import EngineDeadError, EngineError, OutputProcessingError, RequestError
 from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind, SamplingParams
@@ -26,7 +27,7 @@ from .completion import Completion
 from .deadlines import Timeouts
 from .desk import RequestDesk
 from .fan_out import Completions
-from .stream_views import TextStream, TokenStream
+from .stream_views import ParsedStream, TextStream, TokenStream
 
 __all__ = ["RequestStream"]
 
@@ -221,6 +222,16 @@ class RequestStream:
         self._check_single()
         return TextStream(self, self._params.output_kind)
 
+    def parsed(self, parser: OutputParser) -> ParsedStream:
+        """The stream as ``parser`` takes its text apart: reasoning, content, tool calls; see :func:`output_parser`.
+
+        Tags that the tokenizer calls special are only in the text with ``skip_special_tokens=False``.
+
+        Raises:
+            ValueError: the request has several completions, whose texts would be mixed.
+        """
+        return ParsedStream(self.text_stream(), parser)
+
     def token_stream(self) -> TokenStream:
         """The stream as single tokens.
 
@@ -352,7 +363,7 @@ class RequestStream:
             return self._take(self._completions)
         try:
             output = one.take()
-        except Exception as exc:  # noqa: BLE001 - rule 5: see _spoilt
+        except Exception as exc:
             raise self._spoilt(exc) from exc
         if output.finish_reason is not None:
             self._over = True
@@ -397,7 +408,7 @@ class RequestStream:
             raise self._own(failure)
         try:
             output = completions.take(gather=self._gather)
-        except Exception as exc:  # noqa: BLE001 - rule 5: see _spoilt
+        except Exception as exc:
             raise self._spoilt(exc) from exc
         self._over = output.finished
         return output
