@@ -50,8 +50,8 @@ def lint(session: nox.Session) -> None:
     install(session)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    # Engine cores are synchronous: a broad except in them swallows no cancellation. Nor does it where nothing is awaited,
-    # and a file takes a quarter of a second.
+    # Engine cores are synchronous: a broad except in them swallows no cancellation. Nor does one where nothing is
+    # awaited, and each file takes a quarter of a second.
     sources = [path for path in Path("src").rglob("*.py") if not {"engine", "vllm"} & set(path.parts)]
     asynchronous = [
         path for path in (*sources, *Path("docs/examples").rglob("*.py")) if re.search(r"async|anyio", path.read_text())

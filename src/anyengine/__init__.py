@@ -16,13 +16,18 @@ if TYPE_CHECKING:
     from ._client.client import EngineClient
     from ._client.core_client import EngineCoreClient
     from ._client.engines.health import ClientHealth, HealthLevel, RankHealth
+    from ._client.engines.model_info import ModelInfo
     from ._client.inputs.prompts import EmbedsPrompt, Prompt
     from ._client.inputs.text_prompts import ChatPrompt
     from ._client.operations import PauseMode
+    from ._client.output_json import output_from_json, output_to_json
+    from ._client.reporting import ClientStatistics, RankStatistics, StatisticsSink
+    from ._client.requests.account import RankTotals
+    from ._client.requests.input_session import InputSession, StreamingInput
     from ._client.requests.many import RequestGroup
     from ._client.requests.stream import RequestStream
     from ._client.requests.stream_views import TextStream, TokenStream
-    from ._client.session.closing import KilledProcess, ShutdownReport
+    from ._client.session.closing import EngineExit, KilledProcess, ShutdownReport
     from ._client.session.debugging import DebugSnapshot
     from ._client.session.events import ClientEvents
     from ._process.status import Status
@@ -90,13 +95,20 @@ if TYPE_CHECKING:
         FlatLogprobs,
         Logprob,
         LogprobsOnePosition,
+        OutputDetails,
         PoolingOutput,
+        PrefillUsage,
+        RequestFacts,
         RequestMetrics,
         RequestOutput,
+        SamplingMask,
+        SpecDecodeMetrics,
         TensorLike,
         Usage,
+        WeightVersionSpan,
     )
     from .params import (
+        BeamSearchParams,
         LateChunkingParams,
         LateInteractionParams,
         LoRARequest,
@@ -109,6 +121,7 @@ if TYPE_CHECKING:
     from .policies import RestartPolicy, RetryPolicy
 
 __all__ = [
+    "BeamSearchParams",
     "ChatPrompt",
     "ClientClosedError",
     "ClientEvent",
@@ -116,6 +129,7 @@ __all__ = [
     "ClientFailedError",
     "ClientHealth",
     "ClientState",
+    "ClientStatistics",
     "CommandEngine",
     "CurrentState",
     "DebugSnapshot",
@@ -134,6 +148,7 @@ __all__ = [
     "EngineCoreRequest",
     "EngineDeadError",
     "EngineError",
+    "EngineExit",
     "EngineSettings",
     "EngineStartupError",
     "EngineUnresponsiveError",
@@ -142,6 +157,7 @@ __all__ = [
     "FlatLogprobs",
     "HealthLevel",
     "InheritedEngine",
+    "InputSession",
     "KilledProcess",
     "KvHintAction",
     "KvHintsEnvelope",
@@ -151,9 +167,11 @@ __all__ = [
     "LocalProtocolError",
     "Logprob",
     "LogprobsOnePosition",
+    "ModelInfo",
     "MultiModalFeatureSpec",
     "MultiModalField",
     "MultiModalFieldElem",
+    "OutputDetails",
     "OutputKind",
     "OutputProcessingError",
     "OverloadedError",
@@ -161,15 +179,19 @@ __all__ = [
     "PlaceholderRange",
     "PoolingOutput",
     "PoolingParams",
+    "PrefillUsage",
     "Prompt",
     "ProtocolError",
     "RankChanged",
     "RankHealth",
     "RankState",
+    "RankStatistics",
+    "RankTotals",
     "RemoteEngine",
     "RemoteProtocolError",
     "RepetitionDetectionParams",
     "RequestError",
+    "RequestFacts",
     "RequestFailed",
     "RequestGroup",
     "RequestMetrics",
@@ -180,11 +202,15 @@ __all__ = [
     "RestartPolicy",
     "RetryPolicy",
     "RunningEngine",
+    "SamplingMask",
     "SamplingParams",
     "ShutdownReport",
+    "SpecDecodeMetrics",
     "StartupTimeout",
     "StateChanged",
+    "StatisticsSink",
     "Status",
+    "StreamingInput",
     "StructuredOutputsParams",
     "Tensor",
     "TensorLike",
@@ -196,20 +222,28 @@ __all__ = [
     "UtilityRejected",
     "UtilityTimeout",
     "VLLMEngine",
+    "WeightVersionSpan",
     "WrongLoopError",
+    "output_from_json",
+    "output_to_json",
 ]
 
 _HOMES = {
     name: module
     for module, names in {
         "_client.client": ("EngineClient",),
-        "_client.session.closing": ("KilledProcess", "ShutdownReport"),
+        "_client.session.closing": ("EngineExit", "KilledProcess", "ShutdownReport"),
         "_client.core_client": ("EngineCoreClient",),
         "_client.session.debugging": ("DebugSnapshot",),
         "_client.session.events": ("ClientEvents",),
         "_client.engines.health": ("ClientHealth", "HealthLevel", "RankHealth"),
+        "_client.engines.model_info": ("ModelInfo",),
         "_client.operations": ("PauseMode",),
         "_client.inputs.prompts": ("EmbedsPrompt", "Prompt"),
+        "_client.output_json": ("output_from_json", "output_to_json"),
+        "_client.reporting": ("ClientStatistics", "RankStatistics", "StatisticsSink"),
+        "_client.requests.account": ("RankTotals",),
+        "_client.requests.input_session": ("InputSession", "StreamingInput"),
         "_client.requests.many": ("RequestGroup",),
         "_client.requests.stream": ("RequestStream",),
         "_client.requests.stream_views": ("TextStream", "TokenStream"),
@@ -252,13 +286,20 @@ _HOMES = {
             "FlatLogprobs",
             "Logprob",
             "LogprobsOnePosition",
+            "OutputDetails",
             "PoolingOutput",
+            "PrefillUsage",
+            "RequestFacts",
             "RequestMetrics",
             "RequestOutput",
+            "SamplingMask",
+            "SpecDecodeMetrics",
             "TensorLike",
             "Usage",
+            "WeightVersionSpan",
         ),
         "params": (
+            "BeamSearchParams",
             "LateChunkingParams",
             "LateInteractionParams",
             "LoRARequest",

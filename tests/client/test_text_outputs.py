@@ -221,9 +221,9 @@ async def test_figures_come_with_the_last_item() -> None:
     with anyio.fail_after(30):
         async with EngineClient(engine=scripted.engine) as client:
             outs = [out async for out in client.generate([1, 2, 3], SamplingParams(max_tokens=5))]
-    assert [out.metrics is None for out in outs] == [True] * (len(outs) - 1) + [False]
+    assert [out.metrics.num_generation_tokens for out in outs] == [1, 2, 3, 4, 5]
     figures, usage = outs[-1].metrics, outs[-1].usage
-    assert figures is not None and figures.first_token_s is not None and figures.mean_token_gap_s is not None
+    assert figures.first_token_s is not None and figures.mean_token_gap_s is not None
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (3, 5, 8)
     assert figures.rank == 0
     assert 0 < figures.first_token_s <= figures.total_s
@@ -281,7 +281,7 @@ async def test_prompts_in_any_form(model_dir: str) -> None:
 @pytest.mark.feature("L36")
 @pytest.mark.case("K72")
 async def test_a_long_prompt_leaves_the_loop_free(model_dir: str) -> None:
-    """Tokenized in a thread of the client's own: other tasks run meanwhile, and who is cancelled returns at once."""
+    """Tokenized in a thread of the client's own: other tasks run meanwhile. Cancelled: see ``test_unhindered``."""
     text = "the quick brown fox " * 50_000
     scripted = ScriptedTwin(model_dir=model_dir)
     ticks = 0
@@ -302,9 +302,4 @@ async def test_a_long_prompt_leaves_the_loop_free(model_dir: str) -> None:
             tasks.start_soon(tick)
             tasks.start_soon(send)
         assert ticks > 20
-        async with EngineClient(engine=scripted.engine) as client:
-            with anyio.move_on_after(0.001) as scope:
-                await client.submit(text)
-            assert scope.cancelled_caught
-            assert client.statistics()["requests_in_flight"] == 0
     assert sent(scripted, "add") == []

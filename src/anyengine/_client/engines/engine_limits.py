@@ -58,10 +58,16 @@ async def learn_tasks(session: Session) -> None:
 
     Cancellation: what was learnt is kept.
     """
+
+    async def ask(rank: int) -> None:
+        # It may have died since this was to be started. A call that is made behind a death is answered by nobody.
+        if rank not in session.burials.deaths:
+            await _learn_tasks(session, rank, math.inf)
+
     async with anyio.create_task_group() as asking:
         for rank in session.connection.rota.serving:
             if session.connection.limits[rank].tasks is None:
-                asking.start_soon(_learn_tasks, session, rank, math.inf)
+                asking.start_soon(ask, rank)
 
 
 def common_limits(session: Session) -> EngineLimits:
@@ -122,6 +128,8 @@ def _facts_of(model_dir: str) -> ModelFacts | None:
 
 async def _learn_tasks(session: Session, rank: int, limit_s: float) -> None:
     """Ask what the engine's model can do, and keep what it says."""
+    if session.cause is not None:
+        return
     connection = session.connection
     answered = anyio.Event()
     call, frames = connection.utility("get_supported_tasks", (), rank, answered.set, unchecked=True)

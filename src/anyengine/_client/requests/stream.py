@@ -22,6 +22,7 @@ from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind, SamplingParams
 
 from .admission import Ticket
+from .completion import Completion
 from .deadlines import Timeouts
 from .desk import RequestDesk
 from .fan_out import Completions
@@ -64,6 +65,7 @@ class RequestStream:
         self._abort_asked = False
         self._completions: Completions | None = None
         self._gather = params.output_kind is OutputKind.FINAL_ONLY
+        self._one: Completion | None = None  # the only one, while its items are taken as they come
         self._owned_by_block = False
         self._busy = False
         self._over = False
@@ -133,6 +135,7 @@ class RequestStream:
         num_seqs = self._params.n
         self._ticket = ticket = desk.ticket(self._prompt, self._label, num_seqs=num_seqs, nowait=self._nowait)
         try:
+            self._fields = desk.settled(self._fields)
             timeouts = Timeouts.of(**self._limits_s) if self._limits_s else None
             started_s = 0.0
             if timeouts is None:
@@ -178,6 +181,8 @@ class RequestStream:
         self._completions = completions
         self._desk = desk
         self._label = completions.states[0].label
+        if not self._gather:
+            self._one, self._park = completions.only, completions.parker.park
         if self._on_end is not None:
             for state in completions.states:
                 state.parker = EndBell(completions, self._on_end)
@@ -193,7 +198,7 @@ class RequestStream:
 
         Cancellation: see :meth:`__anext__`.
         """
-        self._gather = True
+        self._gather, self._one = True, None
         if not self._over:
             return await anext(self)
         if self._error is not None:
@@ -303,6 +308,34 @@ class RequestStream:
         Cancellation: aborts the request, unless the stream was entered with ``async with``, whose end then does. An
         output leaves the stream only by being returned: none is lost.
         """
+        # The hot loop, the middle of a stream with one completion: what :meth:`_next` does, in fewer calls.
+        one = self._one
+        if one is None or self._over or self._busy:
+            return await self._next()
+        state = one.state
+        if not state.readable:
+            self._busy = True
+            try:
+                while not state.readable:
+                    await self._park()
+            except BaseException as exc:
+                self._interrupted(exc)
+                raise
+            finally:
+                self._busy = False
+        if state.error is not None:
+            assert self._completions is not None
+            return self._take(self._completions)
+        try:
+            output = one.take()
+        except Exception as exc:  # noqa: BLE001 - rule 5: see _spoilt
+            raise self._spoilt(exc) from exc
+        if output.finish_reason is not None:
+            self._over = True
+        return output
+
+    async def _next(self) -> RequestOutput:
+        """The next output of any stream, in any state."""
         if self._over:
             if self._error is not None:
                 raise self._own(self._error)
@@ -319,13 +352,17 @@ class RequestStream:
         except anyio.ClosedResourceError:
             raise StopAsyncIteration from None  # closed by another task while the prompt was being tokenized
         except BaseException as exc:
-            if not self._owned_by_block:
-                self.close_nowait()
-                self._error = exc if isinstance(exc, EngineError) else None
+            self._interrupted(exc)
             raise
         finally:
             self._busy = False
         return self._take(completions)
+
+    def _interrupted(self, exc: BaseException) -> None:
+        """Its consumer waits no more, because of ``exc``."""
+        if not self._owned_by_block:
+            self.close_nowait()
+            self._error = exc if isinstance(exc, EngineError) else None
 
     def _take(self, completions: Completions) -> RequestOutput:
         """Empty the merge buffer. Synchronous, so nothing can be lost between the buffer and the caller."""
@@ -336,18 +373,22 @@ class RequestStream:
             raise self._own(failure)
         try:
             output = completions.take(gather=self._gather)
-        except Exception as exc:
-            # Rule 5: trouble with this request's text is this request's error; it is aborted, the others go on.
-            self.close_nowait()
-            error = OutputProcessingError(
-                f"cannot process the output of request {self._label!r}: {exc!r}", request_id=self._label
-            )
-            error.__cause__ = exc
-            self._error = error
-            error.partial = completions.snapshot()
-            raise error from exc
+        except Exception as exc:  # noqa: BLE001 - rule 5: see _spoilt
+            raise self._spoilt(exc) from exc
         self._over = output.finished
         return output
+
+    def _spoilt(self, exc: Exception) -> OutputProcessingError:
+        """Rule 5: trouble with this request's text is this request's error; it is aborted, the others go on."""
+        self.close_nowait()
+        error = OutputProcessingError(
+            f"cannot process the output of request {self._label!r}: {exc!r}", request_id=self._label
+        )
+        error.__cause__ = exc
+        self._error = error
+        assert self._completions is not None
+        error.partial = self._completions.snapshot()
+        return error
 
     def _own(self, error: EngineError) -> EngineError:
         """A copy of ``error`` for the consumer, which may be everybody's: what is known of this request is in it."""
