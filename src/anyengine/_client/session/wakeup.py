@@ -51,16 +51,12 @@ class _AsyncioParker:
         self._running_loop = sys.modules["asyncio"]._get_running_loop  # None, not an error, where there is none
         self._future: asyncio.Future[None] | None = None
 
-    @coroutine
-    def park(self) -> Generator[Any, Any, None]:
+    def park(self) -> asyncio.Future[None]:
         loop = self._loop
         if self._running_loop() is not loop:  # every thread has its own
             raise WrongLoopError(_ANOTHER_LOOP)
         self._future = future = loop.create_future()
-        try:
-            yield from future
-        finally:
-            self._future = None
+        return future  # that nobody waits for any more is seen by its being done: a cancelled one is
 
     def wake(self) -> None:
         future = self._future
