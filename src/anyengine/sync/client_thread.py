@@ -247,8 +247,11 @@ class ClientThread:
     async def call_async(self, func: Callable[[], Awaitable[T]]) -> T:
         """:meth:`call` for another event loop, which goes on meanwhile.
 
+        Raises: what ``func`` raises; ``WrongLoopError``: in a forked process.
+
         Cancellation: cancels the call, without waiting for its end.
         """
+        self.check_place()
         parker = make_parker()
         bell = make_bell(parker)
         future = self.submit(func)
@@ -260,6 +263,10 @@ class ClientThread:
         finally:
             future.cancel()
             del future
+
+    def on_end(self, action: Callable[[], object]) -> None:
+        """Have ``action`` called when the loop is gone, in whatever thread."""
+        self._ended.add_done_callback(lambda _: action())
 
     def wait_ended(self) -> None:
         """Wait until the loop is gone, which it is about to be."""
