@@ -17,7 +17,7 @@ from .async_llm import AsyncLLM
 from .engine_args import AsyncEngineArgs
 from .outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from .params import SamplingParams, TextPrompt, TokensPrompt
-from .streams import OutputStream
+from .streams import OutputStream, PoolingStream
 
 AsyncLLMEngine = AsyncLLM
 """vLLM's older name for it."""
@@ -34,6 +34,7 @@ __all__ = [
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
+    "PoolingStream",
     "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",

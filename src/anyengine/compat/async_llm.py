@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from anyengine import params
@@ -29,7 +29,7 @@ from .engine_args import AsyncEngineArgs
 from .outputs import PoolingRequestOutput, pooled
 from .params import split_prompt
 from .relays import relayed
-from .streams import OutputStream
+from .streams import OutputStream, PoolingStream
 
 __all__ = ["AsyncLLM"]
 
@@ -129,7 +129,7 @@ class AsyncLLM:
         }
         return OutputStream(self._thread, given, prompt_text if text is None else text, sampling_params, options)
 
-    async def encode(
+    def encode(
         self,
         prompt: Any,
         pooling_params: PoolingParams,
@@ -139,13 +139,8 @@ class AsyncLLM:
         priority: int = 0,
         tokenization_kwargs: dict[str, Any] | None = None,
         reasoning_ended: bool | None = None,
-    ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """What a pooling model makes of ``prompt``: one item.
-
-        Raises: see :meth:`EngineClient.encode`.
-
-        Cancellation: aborts the request.
-        """
+    ) -> PoolingStream:
+        """What a pooling model makes of ``prompt``: one item. See :class:`PoolingStream`."""
         given, _, salt = split_prompt(prompt)
 
         async def compute() -> PoolingRequestOutput:
@@ -164,7 +159,7 @@ class AsyncLLM:
             )
             return pooled(output, token_ids)
 
-        yield await self._thread.call_async(compute)
+        return PoolingStream(self._thread, compute)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Abort requests by id: each yields its last item, with ``finish_reason="abort"``. ``internal`` has no effect.
@@ -237,11 +232,7 @@ class AsyncLLM:
 
         Cancellation: safe.
         """
-
-        async def look() -> dict[str, int]:
-            return self._thread.client.statistics()
-
-        return await self._thread.call_async(look)
+        return await self._thread.call_now_async(self._thread.client.statistics)
 
     async def do_log_stats(self) -> None:
         """Log :meth:`get_statistics`, at level INFO.

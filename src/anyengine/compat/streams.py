@@ -7,7 +7,7 @@ fence here, too, and what came before it has been handed over.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, Self
 
@@ -22,9 +22,9 @@ from anyengine._client.session.wakeup import make_bell, make_parker
 from anyengine.params import OutputKind
 from anyengine.sync.client_thread import ClientThread
 
-from .outputs import Accumulator, RequestOutput
+from .outputs import Accumulator, PoolingRequestOutput, RequestOutput
 
-__all__ = ["OutputStream"]
+__all__ = ["OutputStream", "PoolingStream"]
 
 
 class _Arrivals:
@@ -140,6 +140,29 @@ class OutputStream:
     def __del__(self) -> None:
         if self._task is not None:
             self._task.cancel()
+
+
+class PoolingStream:
+    """The one item of a pooling request. Inert until it is iterated."""
+
+    def __init__(self, thread: ClientThread, compute: Callable[[], Awaitable[PoolingRequestOutput]]) -> None:
+        self._thread = thread
+        self._compute: Callable[[], Awaitable[PoolingRequestOutput]] | None = compute
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> PoolingRequestOutput:
+        """The item.
+
+        Raises: see :meth:`EngineClient.encode`; ``StopAsyncIteration``: it was given.
+
+        Cancellation: aborts the request.
+        """
+        compute, self._compute = self._compute, None
+        if compute is None:
+            raise StopAsyncIteration
+        return await self._thread.call_async(compute)
 
 
 async def _serve(

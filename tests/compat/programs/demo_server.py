@@ -1,5 +1,4 @@
-"""A program for vLLM's AsyncLLMEngine: what its demo server does for each request, without HTTP; options from the command
-line."""
+"""A program for vLLM's AsyncLLMEngine: what its demo server does for each request, without HTTP."""
 
 import argparse
 import asyncio

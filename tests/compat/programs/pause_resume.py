@@ -27,7 +27,7 @@ async def main() -> None:
 
     async def control():
         nonlocal num_before_pause
-        while len(arrivals) < 5:
+        while len(arrivals) < 5:  # noqa: ASYNC110 - as in the example
             await asyncio.sleep(0.001)
         await engine.pause_generation(mode="keep")
         num_before_pause = len(arrivals)
