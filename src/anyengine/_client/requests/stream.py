@@ -98,6 +98,11 @@ class RequestStream(StreamViews):
         return () if self._completions is None else tuple(state.wire_id for state in self._completions.states)
 
     @property
+    def output_kind(self) -> OutputKind:
+        """What each of its items holds."""
+        return self._params.output_kind
+
+    @property
     def lag(self) -> int:
         """How many tokens have arrived and have not been taken: how far the consumer is behind. They wait in one
         merged piece."""
@@ -264,6 +269,25 @@ class RequestStream(StreamViews):
                 stacklevel=2,
                 source=self,
             )
+
+    async def wait_ready(self) -> None:
+        """Wait until :meth:`__anext__` does not wait any more; the request is sent, if that was not done. For a
+        consumer in another thread, who takes when it has time, and then all that has arrived.
+
+        Raises: see :meth:`start`; nothing once it is over.
+
+        Cancellation: leaves the stream as it is.
+        """
+        if self._over:
+            return
+        try:
+            completions = await self.start()
+        except EngineError as exc:
+            self.close_nowait()
+            self._error = exc
+            raise
+        while not completions.ready(gather=self._gather):
+            await completions.parker.park()
 
     # ----------------------------------------------------------------- iteration
 
