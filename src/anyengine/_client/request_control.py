@@ -10,8 +10,10 @@ from functools import partial
 from typing import Literal, TypeAlias, Unpack
 
 from anyengine.exceptions import EngineAsleepError, RequestRejected
-from anyengine.params import SamplingParams
+from anyengine.outputs import RequestOutput
+from anyengine.params import BeamSearchParams, SamplingParams
 
+from .beam_search import search_beams
 from .core_client import EngineCoreClient
 from .engines.fences import Patience
 from .inputs.prompts import Prompt
@@ -73,6 +75,25 @@ class RequestControl:
             concurrency=concurrency,
             on_error=on_error,
         )
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        **fields: Unpack[RequestFields],
+    ) -> RequestOutput:
+        """The ``beam_width`` best answers to ``prompt``, in ``outputs``, best first: each step is a request of one
+        token for each beam, so a prefix cache makes it cheap. The engine must allow ``logprobs`` of twice the width.
+
+        Raises:
+            RequestRejected: bad input; nothing was sent.
+            OverloadedError, EngineAsleepError, RequestFailed, EngineDeadError: see :meth:`generate_many`.
+
+        Cancellation: aborts what is in flight.
+        """
+        check_field_names("beam_search", fields)
+        return await search_beams(self, self._entered_desk().builder, prompt, params, request_id, fields)
 
     async def abort(
         self, request: RequestName | Iterable[RequestName], *, timeout_s: float | None = None

@@ -110,6 +110,18 @@ class Connection:
         self.requests.open(request.request_id, rank, consumer, num_prompt_tokens=num_prompt_tokens(request))
         return frames
 
+    def part(self, request: EngineCoreRequest, rank: int) -> Frames:
+        """The frames of a further part of a request that is alive, or of the word that none follows.
+
+        Raises:
+            EncodeError, RequestRejected: see :meth:`add`.
+            LocalProtocolError: it is not alive in ``rank``: the engine would take it for a new one.
+        """
+        entry = self.requests.live.get(request.request_id)
+        if entry is None or entry.rank != rank:
+            raise LocalProtocolError(f"request id {request.request_id!r} is not alive in engine {rank}")
+        return self.check(request, rank)
+
     def abort(self, request_ids: str | Iterable[str]) -> list[tuple[int, Frames]]:
         """Forget the live ones among ``request_ids`` and tell their consumers; one ABORT for each rank concerned, to be
         sent at once.

@@ -93,7 +93,7 @@ def limits_of(
         max_model_len=registered.max_model_len,
         vocab_size=facts.vocab_size if facts else None,
         hidden_size=facts.hidden_size if facts else None,
-        tasks=frozenset(("generate",)) if isinstance(engine, EmbeddedEngine) else None,
+        tasks=None,
         lora=started_with("enable_lora") if lora is None else lora,
         prompt_embeds=started_with("enable_prompt_embeds"),
         fault_tolerance=started_with("enable_fault_tolerance"),
@@ -104,9 +104,15 @@ def limits_of(
         tokenizer=not started_with("skip_tokenizer_init", False),
         reasoning=arguments is not None and arguments.reasons,
         trace_replay=started_with("enable_trace_replay", False),
-        structured_outputs_backend="auto" if arguments is None else arguments.structured_outputs_backend,
+        structured_outputs_backend=_structured_outputs_backend(engine),
         pooler=started_with("pooler_config") or {},
     )
+
+
+def _structured_outputs_backend(engine: EngineSettings) -> str:
+    if isinstance(engine, EmbeddedEngine):
+        return "guidance"  # the library is the same
+    return "auto" if engine.understood is None else engine.understood.structured_outputs_backend
 
 
 def _is_vllm(engine: EngineSettings) -> bool:

@@ -27,6 +27,7 @@ from anyengine.policies import RetryPolicy
 
 from .admission import Admission
 from .refusals import in_users_words
+from .session_consumer import SessionConsumer
 from .state import RequestState
 
 __all__ = ["Resubmissions", "Submission", "state_of"]
@@ -87,7 +88,7 @@ class Submission:
     def sent(self, request: EngineCoreRequest, rank: int) -> None:
         """``request``, the next one, has been sent."""
         self.state.attempts += 1
-        self.state.wire_id, self.state.rank = request.request_id, rank
+        self.state.moved(request.request_id, rank)
         self._had = len(self.received)
 
     def why_not(self) -> str | None:
@@ -109,7 +110,7 @@ class Submission:
 
 def state_of(consumer: OutputConsumer) -> RequestState | None:
     """The state behind a consumer in the registry, if it is one of a request of ours."""
-    if isinstance(consumer, Submission):
+    if isinstance(consumer, Submission | SessionConsumer):
         return consumer.state
     return consumer if isinstance(consumer, RequestState) else None
 
