@@ -12,8 +12,8 @@ from anyengine._rules import reject
 from anyengine.outputs import RequestOutput
 from anyengine.params import SamplingParams
 
-from .inputs.request_fields import GenerateOptions, RequestFields, check_field_names
 from .inputs.prompts import Embeddings, Prompt
+from .inputs.request_fields import GenerateOptions, RequestFields, check_field_names
 from .inputs.text_prompts import ChatPrompt
 from .requests.desk import RequestDesk
 from .requests.input_session import InputSession
