@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
+from anyengine._rules import reject
 from anyengine.outputs import RequestOutput
 from anyengine.params import SamplingParams
 
-from .inputs.prompts import Prompt
-from .inputs.request_fields import GenerateOptions
+from .inputs.prompts import Embeddings, Prompt
+from .inputs.request_fields import GenerateOptions, RequestFields, check_field_names
 from .inputs.text_prompts import ChatPrompt
 from .requests.desk import RequestDesk
+from .requests.input_session import InputSession
 from .requests.stream import RequestStream
 
 __all__ = ["RequestShortcuts"]
@@ -80,6 +82,37 @@ class RequestShortcuts:
             chat_template_kwargs=chat_template_kwargs,
         )
         return self.generate(prompt, sampling_params, **options)
+
+    def input_session(
+        self,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **fields: Unpack[RequestFields],
+    ) -> InputSession:
+        """A request whose prompt comes in parts, each of which is answered: see :class:`InputSession`. The arguments
+        are those of :meth:`generate`. Needs a vLLM engine."""
+        check_field_names("input_session", fields)
+        return InputSession(self._entered_desk, sampling_params or SamplingParams(), request_id, fields)
+
+    async def tokenize(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids of ``prompt``, as :meth:`generate` would send them with the same arguments.
+
+        Raises:
+            RequestRejected: it cannot be tokenized, or is embeddings.
+            ClientClosedError: the client has not been entered yet.
+
+        Cancellation: safe.
+        """
+        encoded = await self._entered_desk().builder.encode(prompt, sampling_params, tokenization_kwargs)
+        if isinstance(encoded, Embeddings):
+            reject("prompt", encoded.tensor.shape, "is embeddings, which have no token ids", "use text")
+        return list(encoded)
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
         """Parameters with what the model's ``generation_config.json`` says of sampling where nothing is ``given``.

@@ -26,12 +26,12 @@ from .completion import Completion
 from .deadlines import Timeouts
 from .desk import RequestDesk
 from .fan_out import Completions
-from .stream_views import TextStream, TokenStream
+from .stream_views import StreamViews
 
 __all__ = ["RequestStream"]
 
 
-class RequestStream:
+class RequestStream(StreamViews):
     """The outputs of one request: an asynchronous iterator, and an asynchronous context manager.
 
     Nothing happens until it is entered, or iterated for the first time: then it is tokenized, checked, registered and
@@ -98,6 +98,11 @@ class RequestStream:
         return () if self._completions is None else tuple(state.wire_id for state in self._completions.states)
 
     @property
+    def output_kind(self) -> OutputKind:
+        """What each of its items holds."""
+        return self._params.output_kind
+
+    @property
     def lag(self) -> int:
         """How many tokens have arrived and have not been taken: how far the consumer is behind. They wait in one
         merged piece."""
@@ -135,6 +140,7 @@ class RequestStream:
         num_seqs = self._params.n
         self._ticket = ticket = desk.ticket(self._prompt, self._label, num_seqs=num_seqs, nowait=self._nowait)
         try:
+            self._fields = desk.settled(self._fields)
             timeouts = Timeouts.of(**self._limits_s) if self._limits_s else None
             started_s = 0.0
             if timeouts is None:
@@ -206,28 +212,6 @@ class RequestStream:
             raise anyio.ClosedResourceError
         return self._completions.snapshot()
 
-    def text_stream(self) -> TextStream:
-        """The stream as pieces of text, none of them empty.
-
-        Raises:
-            ValueError: the request has several completions, whose texts would be mixed.
-        """
-        self._check_single()
-        return TextStream(self, self._params.output_kind)
-
-    def token_stream(self) -> TokenStream:
-        """The stream as single tokens.
-
-        Raises:
-            ValueError: the request has several completions, whose tokens would be mixed.
-        """
-        self._check_single()
-        return TokenStream(self, self._params.output_kind)
-
-    def _check_single(self) -> None:
-        if self._params.n != 1:
-            raise ValueError(f"n={self._params.n}: iterate over the stream itself, whose items say which they are of")
-
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -285,6 +269,25 @@ class RequestStream:
                 stacklevel=2,
                 source=self,
             )
+
+    async def wait_ready(self) -> None:
+        """Wait until :meth:`__anext__` does not wait any more; the request is sent, if that was not done. For a
+        consumer in another thread, who takes when it has time, and then all that has arrived.
+
+        Raises: see :meth:`start`; nothing once it is over.
+
+        Cancellation: leaves the stream as it is.
+        """
+        if self._over:
+            return
+        try:
+            completions = await self.start()
+        except EngineError as exc:
+            self.close_nowait()
+            self._error = exc
+            raise
+        while not completions.ready(gather=self._gather):
+            await completions.parker.park()
 
     # ----------------------------------------------------------------- iteration
 

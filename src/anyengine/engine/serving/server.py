@@ -26,7 +26,7 @@ from anyengine.engine.serving.front_ends import FrontEndWatch
 from anyengine.engine.serving.io_threads import Command, InputThread, OutputThread, StopEngine
 from anyengine.exceptions import ProtocolError, RemoteProtocolError
 
-__all__ = ["Attachment", "OnStop", "serve"]
+__all__ = ["Attachment", "OnFailure", "OnStop", "serve"]
 
 _INIT_TIMEOUT_S = 300  # as vLLM: a client that binds late is waited for
 _HANDSHAKE_LINGER_MS = 5000
@@ -34,6 +34,10 @@ _NONSENSE_PAUSE_S = 0.2  # a front end that repeats itself must not fill the dis
 
 OnStop = Callable[[Callable[[], None] | None], None]
 """Is told how to stop gracefully; ``None``: no special way (any more), the process may simply end."""
+
+OnFailure = Callable[[BaseException], None]
+"""Is told what ends an engine that was serving, inside its handler and before any client hears of it: who is told
+that the engine is dead looks for the cause at once."""
 
 _logger = logging.getLogger(__name__)
 
@@ -57,7 +61,12 @@ class Attachment:
 
 
 def serve(
-    attachment: Attachment, *, create_engine: Callable[[], Engine], report: Callable[[Status], None], on_stop: OnStop
+    attachment: Attachment,
+    *,
+    create_engine: Callable[[], Engine],
+    report: Callable[[Status], None],
+    on_stop: OnStop,
+    on_failure: OnFailure | None = None,
 ) -> None:
     """Run an engine from HELLO to its end. Returns after a graceful stop.
 
@@ -79,7 +88,13 @@ def serve(
                 announce = partial(_announce, socket, handshake, report)
                 try:
                     abandoned = _serve_clients(
-                        context, addresses, engine, attachment=attachment, announce=announce, on_stop=on_stop
+                        context,
+                        addresses,
+                        engine,
+                        attachment=attachment,
+                        announce=announce,
+                        on_stop=on_stop,
+                        on_failure=on_failure,
                     )
                 except RemoteProtocolError as exc:
                     if not attachment.stay:
@@ -129,8 +144,6 @@ def _greet(
             poller.poll(None if patient else 1 + int(1000 * max(0.0, deadline_s - time.monotonic())))
     finally:
         monitor.close()
-    if addresses.coordinator_input is not None:
-        _logger.warning("this engine reports to no coordinator; %s is left alone", addresses.coordinator_input)
     return handshake, addresses
 
 
@@ -154,6 +167,7 @@ def _serve_clients(
     attachment: Attachment,
     announce: Callable[[], None],
     on_stop: OnStop,
+    on_failure: OnFailure | None,
 ) -> bool:
     """Serve until somebody stops the engine, or (then ``True``) until all clients have gone.
 
@@ -165,14 +179,24 @@ def _serve_clients(
     registration = engine.ready_response()
     dialect = dialect_for(registration.vllm_version)
     identity, num_clients = engine_identity(attachment.rank), len(addresses.outputs)
-    output = OutputThread(context, addresses.outputs, commands, dialect=dialect)
+    # An engine that runs by itself has nothing to tell a coordinator, and nothing to hear from it.
+    takes_part = engine.needs_coordinator
+    if takes_part and (addresses.coordinator_input is None or addresses.coordinator_output is None):
+        raise RemoteProtocolError("INIT names no coordinator: nobody would start the waves that this engine runs in")
+    output = OutputThread(
+        context,
+        addresses.outputs,
+        commands,
+        dialect=dialect,
+        coordinator=addresses.coordinator_output if takes_part else None,
+    )
     loop = BusyLoop(
         engine,
         commands,
         output,
         rank=attachment.rank,
         num_clients=num_clients,
-        reports_finished=addresses.coordinator_input is not None,  # as vLLM
+        has_coordinator=addresses.coordinator_input is not None,
     )
     _start(output)
     try:
@@ -184,13 +208,17 @@ def _serve_clients(
             identity=identity,
             registration=dialect.encode_ready(registration),
             watch=_watch(attachment, num_clients),
+            coordinator=addresses.coordinator_input if takes_part else None,
         )
         _start(input_)
         try:
+            input_.wait_for_coordinator(_INIT_TIMEOUT_S)
             on_stop(lambda: commands.put(StopEngine()))
             announce()
             loop.run()
-        except BaseException:
+        except BaseException as exc:
+            if on_failure is not None:
+                on_failure(exc)
             output.send_dead()
             raise
         finally:
