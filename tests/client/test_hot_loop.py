@@ -1,4 +1,4 @@
-"""What one token costs in the client, in calls: how long they take depends on the machine, how many they are does not."""
+"""What one token costs in the client, in calls: their time depends on the machine, their number does not."""
 
 from __future__ import annotations
 
