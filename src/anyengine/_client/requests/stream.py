@@ -40,29 +40,6 @@ class RequestStream(StreamViews):
     time.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_abort_asked",
-        "_busy",
-        "_completions",
-        "_desk",
-        "_error",
-        "_fields",
-        "_find_desk",
-        "_gather",
-        "_label",
-        "_limits_s",
-        "_nowait",
-        "_on_end",
-        "_one",
-        "_over",
-        "_owned_by_block",
-        "_params",
-        "_park",
-        "_prompt",
-        "_ticket",
-    )
-
     def __init__(
         self,
         desk: Callable[[], RequestDesk],
