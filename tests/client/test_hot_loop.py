@@ -1,4 +1,4 @@
-"""What one token costs in the client, in calls: their time depends on the machine, their number does not."""
+"""What one token costs in the client, in calls: how long they take is the machine's, how many they are is ours."""
 
 from __future__ import annotations
 

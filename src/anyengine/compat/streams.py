@@ -69,7 +69,8 @@ class OutputStream:
         if kind is OutputKind.CUMULATIVE:
             sampling_params = replace(sampling_params, output_kind=OutputKind.DELTA)
         self._thread = thread
-        self._accumulator = Accumulator(kind, prompt_text, options.get("lora_request"))
+        adapter = options.get("lora_request")
+        self._accumulator = Accumulator(kind, prompt_text, None if isinstance(adapter, str) else adapter)
         self._arrivals = _Arrivals()
         arrivals = self._arrivals
         self._serve = lambda: _serve(thread, arrivals, prompt, sampling_params, options)

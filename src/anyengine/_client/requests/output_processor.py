@@ -126,8 +126,8 @@ class OutputProcessor:
 
     def _dispatch(self, rows: Sequence[EngineCoreOutput]) -> None:
         self._rows_done += len(rows)
-        self.clock.now_s, self.clock.loop_now_s = time.monotonic(), anyio.current_time()
         session, requests = self._session, self._session.connection.requests
+        self.clock.now_s, self.clock.loop_now_s = time.monotonic(), session.received_s
         for entry, exc in requests.dispatch(rows):
             self._core.abort([entry.request_id])
             if exc is None:  # a stop string ended it, of which the engine knows nothing
