@@ -11,7 +11,7 @@ from typing import Protocol
 
 from engines import misbehaving, toy
 
-from anyengine import EngineClient
+from anyengine import EngineClient, RestartPolicy
 from explored_engine import ExploredEngine
 
 __all__ = ["Bench", "MemoryBench", "ProcessBench"]
@@ -25,7 +25,7 @@ class Bench(Protocol):
         """The wire ids that the engines have ended by themselves."""
         ...
 
-    def client(self) -> EngineClient: ...
+    def client(self, restart: RestartPolicy | None = None) -> EngineClient: ...
 
     def another(self) -> EngineClient: ...
 
@@ -45,8 +45,9 @@ class MemoryBench:
         self.finished: set[str] = set()
         self._engines = [ExploredEngine(self.finished) for _ in range(ranks)]
 
-    def client(self) -> EngineClient:
-        return EngineClient(engine=[engine.settings() for engine in self._engines], liveness_timeout_s=None)
+    def client(self, restart: RestartPolicy | None = None) -> EngineClient:
+        engines = [engine.settings() for engine in self._engines]
+        return EngineClient(engine=engines, liveness_timeout_s=None, restart=restart)
 
     def another(self) -> EngineClient:
         engine = ExploredEngine(self.finished)  # one record
@@ -65,8 +66,8 @@ class ProcessBench:
 
     finished: Collection[str] = ()  # nobody tells: what the client has seen the end of counts
 
-    def client(self) -> EngineClient:
-        return EngineClient(engine=toy(step_delay_s=0.001, max_model_len=1 << 20))
+    def client(self, restart: RestartPolicy | None = None) -> EngineClient:
+        return EngineClient(engine=toy(step_delay_s=0.001, max_model_len=1 << 20), restart=restart)
 
     def another(self) -> EngineClient:
         return EngineClient(engine=misbehaving("record", os.devnull))

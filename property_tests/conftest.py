@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,21 @@ _LOOPS = {"asyncio": ("asyncio", {}), "uvloop": ("asyncio", {"use_uvloop": True}
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
     """As for the other tests, without asyncio's debug mode: here it would take most of the time."""
     return request.param
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The deep profile has no time limits: how long it takes is for the machine to say, and what it counts is told at
+    the end alone."""
+    if PROFILE == "deep":
+        for item in items:
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(pytest.mark.timeout(0), append=False)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if PROFILE == "deep" and Path(__file__).parent in item.path.parents:
+        faulthandler.cancel_dump_traceback_later()  # pytest's own, after which a test is taken for stuck
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -1,7 +1,7 @@
 """What a client has written to its engines: every ADD and every ABORT, at the moment when it goes to the socket.
 
 Owns the counting, on the client's side of every transport, and the rule: an id that was sent, and that its engine has
-not ended, is aborted exactly once; one that its engine has ended, once at most (the two may cross).
+not ended, is aborted exactly once; one that its engine has ended, or taken with it, once at most (the two may cross).
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ class Ledger:
     def __init__(self) -> None:
         self.added: Counter[str] = Counter()
         self.aborted: Counter[str] = Counter()
-        self.ended: set[str] = set()  # whose end has come from the engine
+        self.ended: set[str] = set()  # whose end has come from the engine, or was its engine's
 
     def __enter__(self) -> Self:
         self._send = send = SocketBase.send_nowait
         self._dispatch = dispatch = RequestRegistry.dispatch
+        self._fail_all = fail_all = RequestRegistry.fail_all
 
         def spy(socket: SocketBase, parts: Sequence[Any]) -> None:
             send(socket, parts)  # what is refused was not written
@@ -42,13 +43,19 @@ class Ledger:
             self.ended.update(output.request_id for output in outputs if output.finish_reason is not None)
             return dispatch(registry, outputs)
 
+        def spy_on_deaths(registry: RequestRegistry, *args: Any, only: Collection[str] | None = None) -> Any:
+            self.ended.update(only or ())
+            return fail_all(registry, *args, only=only)
+
         SocketBase.send_nowait = spy  # type: ignore[method-assign]
         RequestRegistry.dispatch = spy_on_ends  # type: ignore[method-assign]
+        RequestRegistry.fail_all = spy_on_deaths  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *exc: object) -> None:
         SocketBase.send_nowait = self._send  # type: ignore[method-assign]
         RequestRegistry.dispatch = self._dispatch  # type: ignore[method-assign]
+        RequestRegistry.fail_all = self._fail_all  # type: ignore[method-assign]
 
     def settle(self, finished: Collection[str]) -> list[str]:
         """What is wrong with everything that was sent since the last time, when nothing of it lives any more. Engines

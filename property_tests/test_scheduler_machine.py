@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import settings
+import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from anyengine._wire import WireSamplingParams
 from anyengine.engine.core.kv_cache import KVCache
 from anyengine.engine.core.scheduler import Scheduler
 from anyengine.engine.interfaces import ScheduledSequence, SequenceState
-from anyengine.testing._profiles import deep_profile
+from budgets import BUDGET
+from counted_machine import CountedMachine, run_steps
 
 MAX_TOKENS = 24  # of one sequence, prompt and answer
 
 
-class SchedulerMachine(RuleBasedStateMachine):
+class SchedulerMachine(CountedMachine):
     """Tokens are drawn from two, so that prompts often begin alike."""
 
     @initialize(
@@ -173,6 +174,6 @@ def _key(seq: SequenceState) -> tuple[int, int]:
     return seq.priority, seq.arrival_order
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
-if deep_profile():
-    TestSchedulerMachine.settings = settings(max_examples=5000, stateful_step_count=100)
+@pytest.mark.timeout(3600)
+def test_no_sequence_of_steps_leaves_the_model() -> None:
+    assert run_steps(SchedulerMachine, BUDGET.scheduler_steps) >= BUDGET.scheduler_steps

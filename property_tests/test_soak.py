@@ -1,4 +1,4 @@
-"""Many short requests with random cancellation, and the client opened three times: nothing grows.
+"""Many short requests with random cancellation, a client opened three times, its engine started again: nothing grows.
 
 Each round is a few hundred requests by a crowd of tasks; what the process holds is compared between the first rounds,
 which fill caches, and the last.
@@ -10,13 +10,14 @@ import gc
 import random
 import resource
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
 import anyio.lowlevel
 import pytest
 
-from anyengine import EngineClient, SamplingParams
+from anyengine import EngineClient, EngineDeadError, RestartPolicy, SamplingParams
 from anyengine.testing.toy_runner import expected_tokens
 from benches import Bench, MemoryBench, ProcessBench
 from budgets import BUDGET, SEED
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.anyio
 CROWD = 50
 ROUND = 250
 OPENS = 3
+RESTART = RestartPolicy(max_restarts=2, window_s=3600, backoff_s=0, in_flight="replay")  # for each time it is opened
 OBJECTS = 3_000  # of ours, of the loop's and of pytest's, however many requests there were
 RSS_BYTES = 64 << 20
 
@@ -74,6 +76,23 @@ async def play_a_round(client: EngineClient, dice: random.Random) -> None:
             tasks.start_soon(worker, random.Random(dice.random()))
 
 
+async def kill(client: EngineClient, turns: int) -> None:
+    """Kill the engine in the middle of a round: nobody sees a difference."""
+    for _ in range(turns):
+        await anyio.lowlevel.checkpoint()
+    client.core.session.engines[0].child.kill()  # type: ignore[union-attr]  # it is ours
+    TALLY["restarts of the soak"] += 1
+
+
+async def fence(client: EngineClient) -> None:
+    """What was aborted is gone from the engine, or the engine is."""
+    while True:
+        with suppress(EngineDeadError):  # it has died this moment, and is started again
+            await client.core.utility("is_sleeping")
+            return
+        await anyio.lowlevel.checkpoint()
+
+
 async def holdings() -> tuple[int, int, int]:
     """Tasks, descriptors, and objects that the collector knows."""
     await anyio.wait_all_tasks_blocked()
@@ -87,11 +106,14 @@ async def soak(bench: Bench, requests: int) -> None:
     with Ledger() as ledger:
         grown_from: tuple[int, int, int] | None = None
         for _ in range(OPENS):
-            async with bench.client() as client:
+            async with bench.client(RESTART) as client:
                 for turn in range(rounds):
-                    await play_a_round(client, dice)
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(play_a_round, client, dice)
+                        if turn in (rounds // 3, 2 * rounds // 3):
+                            tasks.start_soon(kill, client, dice.randint(1, 50))
                     TALLY["requests of the soak"] += ROUND
-                    await client.core.utility("is_sleeping")  # a fence: what was aborted is gone
+                    await fence(client)
                     assert await left_in_registries(client) == {}
                     assert await bench.running(client) == 0
                     assert ledger.settle(bench.finished) == []
@@ -99,6 +121,7 @@ async def soak(bench: Bench, requests: int) -> None:
                         bench.finished.clear()
                     if turn == rounds // 2 and grown_from is None:
                         grown_from = await holdings()
+                assert client.statistics()["restarts"] == 2
                 now = await holdings()
             assert grown_from is not None
             assert now[:2] <= grown_from[:2]

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from anyengine.config import EmbeddedEngine
 from anyengine.engine.interfaces import SampledToken, ScheduledSequence, SequenceState
 
-CANNOT = ("seed", "logprobs", "prompt_logprobs", "logprob_token_ids", "logit_bias", "allowed_token_ids", "bad_words")
+SCORES = ("logprobs", "prompt_logprobs", "logprob_token_ids")
+CANNOT = ("seed", "structured_outputs", "logit_bias", "allowed_token_ids", "bad_words", *SCORES)
 
 
 class EchoRunner:

@@ -16,13 +16,19 @@ if TYPE_CHECKING:
     from ._client.client import EngineClient
     from ._client.core_client import EngineCoreClient
     from ._client.engines.health import ClientHealth, HealthLevel, RankHealth
+    from ._client.engines.model_info import ModelInfo
     from ._client.inputs.prompts import EmbedsPrompt, Prompt
     from ._client.inputs.text_prompts import ChatPrompt
     from ._client.operations import PauseMode
+    from ._client.output_json import output_from_json, output_to_json
+    from ._client.parsers import output_parser
+    from ._client.reporting import ClientStatistics, RankStatistics, StatisticsSink
+    from ._client.requests.account import RankTotals
+    from ._client.requests.input_session import InputSession, StreamingInput
     from ._client.requests.many import RequestGroup
     from ._client.requests.stream import RequestStream
-    from ._client.requests.stream_views import TextStream, TokenStream
-    from ._client.session.closing import KilledProcess, ShutdownReport
+    from ._client.requests.stream_views import ParsedStream, TextStream, TokenStream
+    from ._client.session.closing import EngineExit, KilledProcess, ShutdownReport
     from ._client.session.debugging import DebugSnapshot
     from ._client.session.events import ClientEvents
     from ._process.status import Status
@@ -37,6 +43,18 @@ if TYPE_CHECKING:
         StateChanged,
     )
     from ._text import Tokenizer
+    from ._text.output_parsers import (
+        ChatParser,
+        HermesToolParser,
+        JsonToolParser,
+        OutputParser,
+        ParsedDelta,
+        ParsedOutput,
+        ThinkParser,
+        ToolCall,
+        ToolCallDelta,
+        parse_output,
+    )
     from ._wire import (
         EngineCoreOutput,
         EngineCoreOutputs,
@@ -90,13 +108,20 @@ if TYPE_CHECKING:
         FlatLogprobs,
         Logprob,
         LogprobsOnePosition,
+        OutputDetails,
         PoolingOutput,
+        PrefillUsage,
+        RequestFacts,
         RequestMetrics,
         RequestOutput,
+        SamplingMask,
+        SpecDecodeMetrics,
         TensorLike,
         Usage,
+        WeightVersionSpan,
     )
     from .params import (
+        BeamSearchParams,
         LateChunkingParams,
         LateInteractionParams,
         LoRARequest,
@@ -109,6 +134,8 @@ if TYPE_CHECKING:
     from .policies import RestartPolicy, RetryPolicy
 
 __all__ = [
+    "BeamSearchParams",
+    "ChatParser",
     "ChatPrompt",
     "ClientClosedError",
     "ClientEvent",
@@ -116,6 +143,7 @@ __all__ = [
     "ClientFailedError",
     "ClientHealth",
     "ClientState",
+    "ClientStatistics",
     "CommandEngine",
     "CurrentState",
     "DebugSnapshot",
@@ -134,6 +162,7 @@ __all__ = [
     "EngineCoreRequest",
     "EngineDeadError",
     "EngineError",
+    "EngineExit",
     "EngineSettings",
     "EngineStartupError",
     "EngineUnresponsiveError",
@@ -141,7 +170,10 @@ __all__ = [
     "FinishReason",
     "FlatLogprobs",
     "HealthLevel",
+    "HermesToolParser",
     "InheritedEngine",
+    "InputSession",
+    "JsonToolParser",
     "KilledProcess",
     "KvHintAction",
     "KvHintsEnvelope",
@@ -151,25 +183,35 @@ __all__ = [
     "LocalProtocolError",
     "Logprob",
     "LogprobsOnePosition",
+    "ModelInfo",
     "MultiModalFeatureSpec",
     "MultiModalField",
     "MultiModalFieldElem",
+    "OutputDetails",
     "OutputKind",
+    "OutputParser",
     "OutputProcessingError",
     "OverloadedError",
+    "ParsedDelta",
+    "ParsedOutput",
+    "ParsedStream",
     "PauseMode",
     "PlaceholderRange",
     "PoolingOutput",
     "PoolingParams",
+    "PrefillUsage",
     "Prompt",
     "ProtocolError",
     "RankChanged",
     "RankHealth",
     "RankState",
+    "RankStatistics",
+    "RankTotals",
     "RemoteEngine",
     "RemoteProtocolError",
     "RepetitionDetectionParams",
     "RequestError",
+    "RequestFacts",
     "RequestFailed",
     "RequestGroup",
     "RequestMetrics",
@@ -180,39 +222,56 @@ __all__ = [
     "RestartPolicy",
     "RetryPolicy",
     "RunningEngine",
+    "SamplingMask",
     "SamplingParams",
     "ShutdownReport",
+    "SpecDecodeMetrics",
     "StartupTimeout",
     "StateChanged",
+    "StatisticsSink",
     "Status",
+    "StreamingInput",
     "StructuredOutputsParams",
     "Tensor",
     "TensorLike",
     "TextStream",
+    "ThinkParser",
     "TokenStream",
     "Tokenizer",
+    "ToolCall",
+    "ToolCallDelta",
     "Usage",
     "UtilityError",
     "UtilityRejected",
     "UtilityTimeout",
     "VLLMEngine",
+    "WeightVersionSpan",
     "WrongLoopError",
+    "output_from_json",
+    "output_parser",
+    "output_to_json",
+    "parse_output",
 ]
 
 _HOMES = {
     name: module
     for module, names in {
         "_client.client": ("EngineClient",),
-        "_client.session.closing": ("KilledProcess", "ShutdownReport"),
+        "_client.session.closing": ("EngineExit", "KilledProcess", "ShutdownReport"),
         "_client.core_client": ("EngineCoreClient",),
         "_client.session.debugging": ("DebugSnapshot",),
         "_client.session.events": ("ClientEvents",),
         "_client.engines.health": ("ClientHealth", "HealthLevel", "RankHealth"),
+        "_client.engines.model_info": ("ModelInfo",),
         "_client.operations": ("PauseMode",),
         "_client.inputs.prompts": ("EmbedsPrompt", "Prompt"),
+        "_client.output_json": ("output_from_json", "output_to_json"),
+        "_client.reporting": ("ClientStatistics", "RankStatistics", "StatisticsSink"),
+        "_client.requests.account": ("RankTotals",),
+        "_client.requests.input_session": ("InputSession", "StreamingInput"),
         "_client.requests.many": ("RequestGroup",),
         "_client.requests.stream": ("RequestStream",),
-        "_client.requests.stream_views": ("TextStream", "TokenStream"),
+        "_client.requests.stream_views": ("ParsedStream", "TextStream", "TokenStream"),
         "_client.inputs.text_prompts": ("ChatPrompt",),
         "_protocol": (
             "ClientEvent",
@@ -225,6 +284,19 @@ _HOMES = {
             "StateChanged",
         ),
         "_text": ("Tokenizer",),
+        "_text.output_parsers": (
+            "ChatParser",
+            "HermesToolParser",
+            "JsonToolParser",
+            "OutputParser",
+            "ParsedDelta",
+            "ParsedOutput",
+            "ThinkParser",
+            "ToolCall",
+            "ToolCallDelta",
+            "parse_output",
+        ),
+        "_client.parsers": ("output_parser",),
         "_wire": (
             "EngineCoreOutput",
             "EngineCoreOutputs",
@@ -252,13 +324,20 @@ _HOMES = {
             "FlatLogprobs",
             "Logprob",
             "LogprobsOnePosition",
+            "OutputDetails",
             "PoolingOutput",
+            "PrefillUsage",
+            "RequestFacts",
             "RequestMetrics",
             "RequestOutput",
+            "SamplingMask",
+            "SpecDecodeMetrics",
             "TensorLike",
             "Usage",
+            "WeightVersionSpan",
         ),
         "params": (
+            "BeamSearchParams",
             "LateChunkingParams",
             "LateInteractionParams",
             "LoRARequest",

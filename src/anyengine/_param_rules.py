@@ -28,6 +28,7 @@ from anyengine._rules import (
 )
 
 __all__ = [
+    "BEAM_RULES",
     "LATE_CHUNKING_RULES",
     "LATE_INTERACTION_RULES",
     "LORA_RULES",
@@ -211,6 +212,17 @@ REPETITION_RULES: Final[dict[str, Rule]] = {
     "max_pattern_size": integer(0),
     "min_pattern_size": integer(0),
     "min_count": integer(0),
+}
+
+
+BEAM_RULES: Final[dict[str, Rule]] = {
+    "beam_width": integer(1, _MAX_N),
+    "max_tokens": integer(1),
+    "ignore_eos": flag(),
+    "temperature": number(0, 2),
+    "length_penalty": number(),
+    "include_stop_str_in_output": flag(),
+    "skip_special_tokens": flag(),
 }
 
 

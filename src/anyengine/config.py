@@ -46,7 +46,9 @@ class EmbeddedEngine(msgspec.Struct, frozen=True, kw_only=True):
     running batch; further requests wait in the engine. ``max_num_batched_tokens`` bounds the tokens, of prompts and
     answers together, computed in one step. ``kv_cache_memory_bytes`` is what keys and values may take (``None``: what
     the largest batch could need, at most a quarter of the free memory of a CPU, or most of a GPU's);
-    ``enable_prefix_caching`` lets requests use again what others have computed of the same beginning.
+    ``enable_prefix_caching`` lets requests use again what others have computed of the same beginning. ``max_loras``
+    LoRA adapters (PEFT's format) are kept loaded at most; 0: requests with an adapter are refused. ``profile_dir`` is
+    where ``start_profile`` has its traces written; ``None``: there is no profiler.
     """
 
     model: str = DEFAULT_MODEL
@@ -57,6 +59,8 @@ class EmbeddedEngine(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 2048
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
+    max_loras: int = 0
+    profile_dir: str | None = None
     seed: int = 0
     num_threads: int | None = None
     runner: str = "transformers"
@@ -72,6 +76,8 @@ class EmbeddedEngine(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1")
+        if self.max_loras < 0:
+            raise ValueError(f"max_loras={self.max_loras!r} must be at least 0 (no LoRA adapters)")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(
                 f"max_model_len={self.max_model_len!r} must be at least 2 (one prompt and one output token)"

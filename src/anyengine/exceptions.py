@@ -53,7 +53,7 @@ class EngineError(Exception):
     Each says the same things of itself: ``code`` is a stable name for programs, ``status`` the HTTP status that stands
     for it, ``retryable`` whether the same request may succeed if it is made once more. ``rank`` and ``request_id`` say
     where, and are ``None`` where that is not known. ``outcomes`` is set by a call on several ranks: the result of each,
-    or its error.
+    or its error. ``prompt_index`` is set by a call with many prompts: whose error it is.
     """
 
     code: str = "engine_error"
@@ -62,6 +62,7 @@ class EngineError(Exception):
     rank: int | None = None
     request_id: str | None = None
     outcomes: dict[int, Any] | None = None
+    prompt_index: int | None = None
 
     def for_waiter(self) -> Self:
         """A fresh instance with the same facts, for one more waiter; its ``__cause__`` is this error.

@@ -6,202 +6,47 @@ the one object that holds it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias, overload
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
+
+from anyengine._logprobs import FlatLogprobs, Logprob, LogprobsOnePosition, TensorLike, TokenDecoder
+from anyengine._output_records import (
+    OutputDetails,
+    PrefillUsage,
+    RequestFacts,
+    RequestMetrics,
+    SamplingMask,
+    SpecDecodeMetrics,
+    WeightVersionSpan,
+)
+from anyengine.params import LoRARequest
 
 __all__ = [
     "FinishReason",
     "FlatLogprobs",
     "Logprob",
     "LogprobsOnePosition",
+    "OutputDetails",
     "PoolingOutput",
+    "PrefillUsage",
+    "RequestFacts",
     "RequestMetrics",
     "RequestOutput",
+    "SamplingMask",
+    "SpecDecodeMetrics",
     "TensorLike",
     "TokenDecoder",
     "Usage",
+    "WeightVersionSpan",
 ]
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error", "repetition"] | str
 """``"stop"`` (an end-of-sequence token, a stop id or a stop string), ``"length"``, ``"abort"``, ``"error"``,
 ``"repetition"``; an engine newer than this client may send another, which reads ``"unknown:<n>"``."""
 
-TokenDecoder: TypeAlias = Callable[[int, Sequence[int]], str]
-"""The text of a token id, given up to four ids before it (which may hold the first bytes of its character)."""
-
-_CONTEXT_TOKENS: Final = 4  # no character has more bytes
-
-
-class TensorLike(Protocol):
-    """Numbers as the engine sent them: row-major little-endian bytes, and two ways to read them."""
-
-    @property
-    def dtype(self) -> str:
-        """numpy's or torch's name of it: ``"<f4"``, ``"float32"``."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def data(self) -> bytes | bytearray | memoryview: ...
-
-    def numpy(self) -> Any:
-        """An array over the same memory; it needs numpy."""
-
-    def tolist(self) -> Any:
-        """Nested lists of Python numbers; it needs nothing."""
-
-
-class Logprob(msgspec.Struct, frozen=True, gc=False):
-    """One token's log-probability at one position.
-
-    Attributes:
-        logprob: natural logarithm; as far as the engine says, of the raw distribution, before temperature and filters.
-        rank: 1 is the likeliest token of the vocabulary.
-        decoded_token: its text; ``None`` if the client has no tokenizer, or was told not to detokenize. Empty while a
-            character is not complete.
-    """
-
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
-
-
-LogprobsOnePosition: TypeAlias = dict[int, Logprob]
-"""Token id -> its log-probability; the token that stands at the position comes first."""
-
-
-class FlatLogprobs(Sequence[LogprobsOnePosition | None]):
-    """Log-probabilities of a run of tokens: a sequence of dicts to look at, a few columns in memory.
-
-    A position is put together when it is read, texts included; an iteration over millions of them keeps none. The
-    first token of a prompt has no log-probability: its position is ``None``. Compares equal to a list of such dicts.
-
-    Attributes:
-        ends: where the row of each position ends in the columns.
-        token_ids, logprobs: the columns; the first entry of each row is the token that stands at the position.
-        ranks: the rank of that token, one for each position. The others in a row have the ranks 1, 2, 3, ...
-    """
-
-    __slots__ = ("_decode", "_preceding", "_texts", "ends", "logprobs", "ranks", "token_ids")
-
-    def __init__(
-        self,
-        ends: Sequence[int] = (),
-        token_ids: Sequence[int] = (),
-        logprobs: Sequence[float] = (),
-        ranks: Sequence[int] = (),
-        *,
-        decode: TokenDecoder | None = None,
-        preceding: Sequence[int] = (),
-        texts: Sequence[str] | None = None,
-    ) -> None:
-        self.ends: Sequence[int] = ends
-        self.token_ids: Sequence[int] = token_ids
-        self.logprobs: Sequence[float] = logprobs
-        self.ranks: Sequence[int] = ranks
-        self._decode = decode
-        self._preceding = preceding  # tokens before the first position that belong to the same text
-        self._texts = texts
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    @overload
-    def __getitem__(self, index: int) -> LogprobsOnePosition | None: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[LogprobsOnePosition | None]: ...
-
-    def __getitem__(self, index: int | slice) -> LogprobsOnePosition | list[LogprobsOnePosition | None] | None:
-        if isinstance(index, slice):
-            return [self[position] for position in range(*index.indices(len(self)))]
-        position = range(len(self))[index]
-        start, end = self._row(position)
-        if start == end:
-            return None
-        texts = self._texts_at(position, start, end)
-        ranks = (self.ranks[position], *range(1, end - start))
-        # A token that is among the likeliest stands in its row twice; the later one decides, as in vLLM.
-        return {
-            self.token_ids[i]: Logprob(self.logprobs[i], rank, text)
-            for i, rank, text in zip(range(start, end), ranks, texts, strict=True)
-        }
-
-    def chosen(self) -> list[float | None]:
-        """The log-probability of the token at each position."""
-        bounds = map(self._row, range(len(self)))
-        return [None if start == end else self.logprobs[start] for start, end in bounds]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence) or isinstance(other, str):
-            return NotImplemented
-        return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other, strict=True))
-
-    __hash__: ClassVar[None] = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"FlatLogprobs({list(self)!r})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A tokenizer does not travel; what it has to say does.
-        columns = (list(self.ends), list(self.token_ids), list(self.logprobs), list(self.ranks))
-        return _restore, (*columns, self._all_texts())
-
-    def _row(self, position: int) -> tuple[int, int]:
-        return self.ends[position - 1] if position else 0, self.ends[position]
-
-    def _texts_at(self, position: int, start: int, end: int) -> Sequence[str | None]:
-        if self._texts is not None:
-            return self._texts[start:end]
-        if self._decode is None:
-            return [None] * (end - start)
-        context = self._context(position)
-        return [self._decode(token_id, context) for token_id in self.token_ids[start:end]]
-
-    def _context(self, position: int) -> list[int]:
-        """The tokens before ``position``, oldest first, four at most."""
-        first = max(0, position - _CONTEXT_TOKENS)
-        bounds = map(self._row, range(first, position))
-        here = [self.token_ids[start] for start, end in bounds if start != end]
-        if position >= _CONTEXT_TOKENS:
-            return here
-        return [*self._preceding[-(_CONTEXT_TOKENS - position) :], *here]
-
-    def _all_texts(self) -> list[str] | None:
-        if self._decode is None and self._texts is None:
-            return None
-        rows = [(position, *self._row(position)) for position in range(len(self))]
-        return [text or "" for position, start, end in rows for text in self._texts_at(position, start, end)]
-
-
-def _restore(
-    ends: list[int], token_ids: list[int], logprobs: list[float], ranks: list[int], texts: list[str] | None
-) -> FlatLogprobs:
-    return FlatLogprobs(ends, token_ids, logprobs, ranks, texts=texts)
-
-
-class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """When things happened to one completion; durations on the monotonic clock of this host.
-
-    Attributes:
-        rank: which engine ran it.
-        queued_s: from its arrival in the engine to its first step; ``None`` if the engine does not say.
-        first_token_s: from its sending to the arrival of its first token; ``None`` without one.
-        mean_token_gap_s: between two tokens, on average; ``None`` for fewer than two.
-        total_s: from its sending to its end.
-        num_preemptions: how often the engine took its memory away, to compute it again later.
-    """
-
-    rank: int = 0
-    queued_s: float | None = None
-    first_token_s: float | None = None
-    mean_token_gap_s: float | None = None
-    total_s: float = 0.0
-    num_preemptions: int = 0
+_NO_FACTS: Final = RequestFacts()
+_NO_DETAILS: Final = OutputDetails()
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -217,7 +62,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.prompt_tokens + self.completion_tokens
 
 
-class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     """One item of a request stream.
 
     With ``output_kind=DELTA`` (the default) ``text``, ``token_ids`` and ``logprobs`` hold what is new since the item
@@ -233,7 +78,6 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         index: which of the ``n`` completions this is.
         stop_reason: the stop id or stop string that ended it; ``None`` at the end-of-sequence token.
         num_prompt_tokens, num_output_tokens: totals so far, in tokens.
-        num_cached_tokens: prompt tokens whose keys and values came from a cache.
         num_held_tokens: how many of the last tokens have text that is held back, for requests with stop strings.
         num_running: how many other completions of the request go on after this item.
         others: the other completions, in the item of a stream with ``FINAL_ONLY`` and in what ``final()`` returns.
@@ -243,31 +87,114 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             once, in the item with the first token.
         prompt_token_id_logprobs: what ``prompt_logprob_token_ids`` asked for: [num_scored_positions, k]; delivered like
             ``prompt_logprobs``.
-        metrics: with the ``finish_reason``.
+        facts: what all items of the completion have in common; most of it can be read here, by vLLM's names.
+        last_token_s: when its latest token came, on this host's monotonic clock.
+        details: what only some engines send; ``None`` where nothing of it came.
     """
 
     request_id: str
     text: str
     token_ids: list[int]
-    index: int = 0
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_held_tokens: int = 0
     num_running: int = 0
+    index: int = 0
+    facts: RequestFacts = _NO_FACTS
+    last_token_s: float = 0.0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_held_tokens: int = 0
     others: tuple[RequestOutput, ...] = ()
     logprobs: FlatLogprobs | None = None
     cumulative_logprob: float | None = None
     prompt_logprobs: FlatLogprobs | None = None
     prompt_token_id_logprobs: TensorLike | None = None
-    metrics: RequestMetrics | None = None
+    details: OutputDetails | None = None
 
     @property
     def finished(self) -> bool:
         """Whether this is the stream's last item."""
         return self.finish_reason is not None and not self.num_running
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """How the completion has fared so far."""
+        return RequestMetrics.of(self.facts, self.last_token_s, self.num_output_tokens)
+
+    @property
+    def prompt(self) -> str | None:
+        """The text of the prompt; ``None`` where nobody gave a text."""
+        return self.facts.prompt
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...] | None:
+        """The tokens of the prompt, as they were sent."""
+        return self.facts.prompt_token_ids
+
+    @property
+    def lora_request(self) -> LoRARequest | None:
+        """The adapter that was used."""
+        return self.facts.lora_request
+
+    @property
+    def encoder_prompt(self) -> None:
+        """Models with an encoder are not served: always ``None``."""
+        return None
+
+    @property
+    def encoder_prompt_token_ids(self) -> None:
+        """Models with an encoder are not served: always ``None``."""
+        return None
+
+    @property
+    def prefill(self) -> PrefillUsage | None:
+        """Where the prompt's tokens came from; ``None`` before the first token, and where the engine does not say."""
+        return self.facts.prefill
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose keys and values came from a cache."""
+        return 0 if self.facts.prefill is None else self.facts.prefill.num_cached_tokens
+
+    @property
+    def num_cache_creation_tokens(self) -> int:
+        """Prompt tokens that were written to the engine's prefix cache for this request."""
+        return 0 if self.facts.prefill is None else self.facts.prefill.num_cache_creation_tokens
+
+    @property
+    def kv_transfer_params(self) -> Any:
+        """What the engine's KV connector has to say, for another engine."""
+        return (self.details or _NO_DETAILS).kv_transfer_params
+
+    @property
+    def ec_transfer_params(self) -> Any:
+        """What the engine's encoder-cache connector has to say, for another engine."""
+        return (self.details or _NO_DETAILS).ec_transfer_params
+
+    @property
+    def routed_experts(self) -> TensorLike | None:
+        """Which experts the tokens went to, [num_tokens, num_layers, k]; with the ``finish_reason``."""
+        return (self.details or _NO_DETAILS).routed_experts
+
+    @property
+    def sampling_mask(self) -> SamplingMask | None:
+        """What each token was sampled from."""
+        return (self.details or _NO_DETAILS).sampling_mask
+
+    @property
+    def spec_decode_metrics(self) -> SpecDecodeMetrics | None:
+        """How speculative decoding fared; with the ``finish_reason``."""
+        return (self.details or _NO_DETAILS).spec_decode_metrics
+
+    @property
+    def weight_versions(self) -> tuple[WeightVersionSpan, ...] | None:
+        """Which weights sampled which tokens; with the ``finish_reason``."""
+        return (self.details or _NO_DETAILS).weight_versions
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What an engine newer than this client said that has no name here."""
+        return dict((self.details or _NO_DETAILS).extra)
 
     @property
     def outputs(self) -> tuple[RequestOutput, ...]:

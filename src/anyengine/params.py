@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import msgspec
 
 from anyengine._param_rules import (
+    BEAM_RULES,
     LATE_CHUNKING_RULES,
     LATE_INTERACTION_RULES,
     LORA_RULES,
@@ -29,6 +30,7 @@ from anyengine._param_rules import (
 from anyengine._rules import Rule, apply_rules, record, reject
 
 __all__ = [
+    "BeamSearchParams",
     "LateChunkingParams",
     "LateInteractionParams",
     "LoRARequest",
@@ -40,6 +42,7 @@ __all__ = [
 ]
 
 _LOWEST_TEMPERATURE: Final = 0.01
+_MOST_BIAS: Final = 100.0
 
 
 class OutputKind(IntEnum):
@@ -156,10 +159,57 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 msgspec.structs.force_setattr(self, name, None)
         check_together(self)
 
+    @classmethod
+    def from_optional(cls, **values: Any) -> Self:
+        """Parameters of what a request in JSON may say: ``None`` stands for the default, the keys of ``logit_bias`` may
+        be text, and its values are limited to -100 to 100, as in OpenAI's API.
+
+        Raises:
+            RequestRejected: keys of ``logit_bias`` that are no token ids, all of them; or see :class:`SamplingParams`.
+        """
+        given = {name: value for name, value in values.items() if value is not None}
+        if isinstance(bias := given.get("logit_bias"), Mapping):
+            if bad := [key for key in bias if not _is_token_id(key)]:
+                reject("logit_bias", bad, "are no token ids", "use ints, or their digits as keys")
+            given["logit_bias"] = {
+                int(key): min(_MOST_BIAS, max(-_MOST_BIAS, value)) if isinstance(value, int | float) else value
+                for key, value in bias.items()
+            }
+        return cls(**given)
+
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0
+
+
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to search with beams: ``beam_width`` answers are followed at once, token by token, up to ``max_tokens``.
+
+    Answers are ranked by their log-probability over ``length ** length_penalty``, where the length is that of prompt
+    and answer together, as in vLLM.
+
+    Raises:
+        RequestRejected: a value of the wrong type or out of range.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    """Whether the end-of-sequence token is among an answer's tokens (never in its text)."""
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        apply_rules(self, BEAM_RULES)
+
+
+def _is_token_id(key: Any) -> bool:
+    return (isinstance(key, int) and not isinstance(key, bool)) or (
+        isinstance(key, str) and key.isascii() and key.isdigit()
+    )
 
 
 def _output_kind(name: str, value: Any) -> OutputKind:

@@ -54,7 +54,7 @@ async def leave_with(
     return results
 
 
-@pytest.mark.feature("L15")
+@pytest.mark.feature("L15", "C22")
 @pytest.mark.case("K11")
 async def test_requests_in_flight_finish_within_the_drain_timeout() -> None:
     client = EngineClient(engine=in_loop(step_s=0.002), drain_timeout_s=20)

@@ -88,7 +88,9 @@ async def test_an_early_dead_sentinel_is_not_lost() -> None:
             cause = await client.wait_dead()
             with anyio.fail_after(1), pytest.raises(EngineDeadError):
                 await client.submit([1])
-    assert cause.exit_code == 7
+            await client.core.session.engines[0].child.exited.wait()  # which nobody has waited for
+    assert client.shutdown_report is not None
+    assert [one.exit_code for one in client.shutdown_report.exits] == [7]
     assert "RuntimeError: the model exploded" in cause.stderr_tail
 
 
@@ -97,7 +99,7 @@ async def test_on_death_cancel_leaves_the_block() -> None:
     with anyio.fail_after(30), pytest.raises(EngineDeadError) as caught:
         async with EngineClient(engine=misbehaving("dead_after_ready"), on_death="cancel"):
             await anyio.sleep_forever()
-    assert caught.value.exit_code == 7
+    assert "ENGINE_CORE_DEAD" in str(caught.value)
 
 
 async def test_on_death_cancel_leaves_the_block_of_the_low_level_client() -> None:
@@ -118,8 +120,10 @@ async def test_delivered_tokens_come_before_the_error_and_the_error_stays() -> N
             for _ in range(2):
                 with pytest.raises(EngineDeadError):
                     await anext(stream)
-    assert caught.value.exit_code == 1
+    assert "RuntimeError: the toy fails at step 4, as told" in str(caught.value)
     assert any("step" in line or "Error" in line for line in caught.value.stderr_tail)
+    assert client.shutdown_report is not None
+    assert [one.exit_code for one in client.shutdown_report.exits] == [1]
 
 
 async def test_sigterm_from_outside_fails_requests_with_what_they_have() -> None:

@@ -45,7 +45,8 @@ async def test_a_thousand_prompts_and_a_bad_one(ordered: bool, concurrency: int 
             assert client.statistics()["requests_in_flight"] == 0
     assert sorted(got) == list(range(1000))
     assert not ordered or list(got) == list(range(1000))
-    assert isinstance(got.pop(500), RequestRejected)
+    bad = got.pop(500)
+    assert isinstance(bad, RequestRejected) and bad.prompt_index == 500
     for index, out in got.items():
         assert isinstance(out, RequestOutput)
         assert (out.token_ids, out.finish_reason) == (expected_tokens([index % 1000], 4), "length")
@@ -59,14 +60,17 @@ async def test_the_first_failure_aborts_the_others_and_is_raised() -> None:
         async with EngineClient(engine=scripted.engine) as client:
             group = client.generate_many(([n] for n in range(6)), LONG, request_id="all")
             for _ in range(2):
-                with pytest.raises(RequestFailed):
+                with pytest.raises(RequestFailed) as failed:
                     await anext(group)
+                assert failed.value.prompt_index == 3
+                assert any("prompt 3" in note for note in failed.value.__notes__)
             assert client.statistics()["requests_in_flight"] == 0
             await client.ping()
             group = client.generate_many([[3], [4], [-1], [5]], LONG)
-            with pytest.raises(RequestRejected):  # before anything that was sent can end
+            with pytest.raises(RequestRejected) as rejected:  # before anything that was sent can end
                 async with group:
                     pass
+            assert rejected.value.prompt_index == 2
             await client.ping()
     aborts = scripted.received("abort")
     ids = [add[0] for add in scripted.received("add")]

@@ -154,7 +154,8 @@ async def test_a_failing_step_is_a_death(kind: str) -> None:
                 await client.submit([1])
     if kind != "remote":
         assert "the toy fails at step 7" in str(caught.value)
-        assert caught.value.exit_code == 1
+        assert client.shutdown_report is not None
+        assert [one.exit_code for one in client.shutdown_report.exits] == [1]
 
 
 def engine_threads() -> list[str]:

@@ -20,6 +20,7 @@ from anyengine import (
     EngineCoreClient,
     EngineCoreRequest,
     EngineDeadError,
+    LoRARequest,
     OverloadedError,
     RankState,
     RequestFailed,
@@ -27,6 +28,7 @@ from anyengine import (
     RestartPolicy,
     RetryPolicy,
     SamplingParams,
+    UtilityError,
 )
 from anyengine.testing.scripted import RequestRule, Script, ScriptedTwin, UtilityRule
 from anyengine.testing.toy_runner import expected_tokens
@@ -225,6 +227,32 @@ async def test_a_request_whose_rank_dies_before_its_first_token_is_retried_on_an
                 ]
                 assert out == expected_tokens([7], 5, seed=0)
             assert client.ranks == (0,)
+
+
+@pytest.mark.feature("L31")
+async def test_a_replay_whose_adapter_cannot_be_loaded_again_fails_as_a_request() -> None:
+    """Its consumer asked for tokens, and knows nothing of the call."""
+    able = {"supports_lora": True, "max_loras": 2}
+    lost = UtilityRule(method="add_lora", do="fail", message="no such file")
+    engine = Incarnations(
+        Script(registration=able, step_interval_s=0.001), Script(registration=able, utilities=(lost,))
+    )
+    with anyio.fail_after(20):
+        async with EngineClient(engine=engine.engine, restart=REPLAY) as client:
+            adapter = LoRARequest("french", 1, "/adapters/french")
+            stream = client.generate([7], GREEDY, lora_request=adapter, request_id="mine")
+            received = (await anext(stream)).token_ids
+            client.core.session.engines[0].child.kill()
+            with pytest.raises(RequestFailed) as caught:
+                async for out in stream:
+                    received += out.token_ids
+            assert (caught.value.code, caught.value.request_id) == ("adapter_lost", "mine")
+            assert caught.value.partial.token_ids == received
+            assert "'french'" in str(caught.value) and "no such file" in str(caught.value)
+            assert caught.value.__cause__ is not None
+            assert isinstance(caught.value.__cause__.__cause__, UtilityError)
+            assert client._entered_desk().live() == []
+            assert [out async for out in client.generate([8], SamplingParams(max_tokens=2))]
 
 
 async def test_a_replay_for_one_rank_waits_for_its_room_and_asks_no_more() -> None:

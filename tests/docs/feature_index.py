@@ -1,4 +1,5 @@
-"""Writes docs/features.md: which tests show which feature row and which case. Run it after adding a mark."""
+"""Writes docs/features.md: which tests show which feature row and which case, and what none shows. Run it after adding
+a mark. ``feature_rows.txt`` has the rows, each with its rank: must, should, beyond."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 INDEX = ROOT / "docs" / "features.md"
+ROWS = Path(__file__).with_name("feature_rows.txt")
 
 HEADER = """# Features shown by tests
 
@@ -45,7 +47,7 @@ def render() -> str:
             for kind, identifier, test in marks(path.read_text()):
                 shown[kind][identifier].add((path.relative_to(ROOT).as_posix(), test))
     sections = [_section(title, shown[kind]) for title, kind in (("Features", "feature"), ("Cases", "case"))]
-    return "\n".join([HEADER, *sections])
+    return "\n".join([HEADER, *sections, _not_done({*shown["feature"], *shown["case"]})])
 
 
 def _section(title: str, rows: dict[str, set[tuple[str, str]]]) -> str:
@@ -53,6 +55,27 @@ def _section(title: str, rows: dict[str, set[tuple[str, str]]]) -> str:
     for identifier in sorted(rows, key=_natural):
         tests = ", ".join(f"[{test or Path(path).name}](../{path})" for path, test in sorted(rows[identifier]))
         lines.append(f"| {identifier} | {tests} |")
+    return "\n".join([*lines, ""])
+
+
+def rows() -> Iterator[tuple[str, str, str, str]]:
+    """``(table, id, rank, what it is)`` of every row."""
+    table = ""
+    for line in ROWS.read_text().splitlines():
+        if line.startswith("# "):
+            table = line.removeprefix("# ")
+        else:
+            identifier, rank, what = line.split(" ", 2)
+            yield table, identifier, rank, what
+
+
+def _not_done(shown: set[str]) -> str:
+    lines = ["## Not done", "", "What no test shows: it is missing, or not whole, or not tested here.", ""]
+    lines += ["| id | rank | table | what |", "|---|---|---|---|"]
+    order = {"must": 0, "case": 1, "should": 2, "beyond": 3}
+    missing = [row for row in rows() if row[1] not in shown]
+    for table, identifier, rank, what in sorted(missing, key=lambda row: (order[row[2]], _natural(row[1]))):
+        lines.append(f"| {identifier} | {rank} | {table} | {what.replace('|', '/')} |")
     return "\n".join([*lines, ""])
 
 

@@ -80,5 +80,14 @@ def test_ci_runs_the_readme_s_command(tmp_path: Path) -> None:
     assert done.returncode == 7
 
 
+def test_what_is_not_done_is_listed() -> None:
+    """Every row is shown by a test, or among those that are not; and no mark names a row that there is not."""
+    known = {identifier for _, identifier, _, _ in feature_index.rows()}
+    done, _, missing = feature_index.render().partition("## Not done")
+    shown, listed = (set(re.findall(r"^\| ([A-Z]\d+) \|", part, re.MULTILINE)) for part in (done, missing))
+    assert shown | listed == known
+    assert not shown & listed
+
+
 def test_the_feature_index_is_up_to_date() -> None:
     assert feature_index.INDEX.read_text() == feature_index.render(), "run: python tests/docs/feature_index.py"

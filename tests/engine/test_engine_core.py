@@ -298,6 +298,7 @@ def test_aborting_the_last_running_request_completes_a_pause() -> None:
     assert paused.done()
 
 
+@pytest.mark.feature("R40")
 def test_priority_decides_who_joins_first() -> None:
     engine = core(max_num_seqs=1)
     for name, priority in (("later", 1), ("normal", 0), ("urgent", -1)):

@@ -93,7 +93,7 @@ def test_greedy_ids_equal_generate(
 
 
 def test_the_family_of_llama_takes_the_lean_pass(tiny_model: Path, tiny_runner: ModelRunner) -> None:
-    fused = isinstance(tiny_runner._forward, FusedForward)  # type: ignore[attr-defined]  # two ways to one result
+    fused = isinstance(tiny_runner._residency.forward, FusedForward)  # type: ignore[attr-defined]  # two ways to one result
     assert fused is (tiny_model.name in {"llama", "mistral", "qwen2", "qwen3"})
 
 
@@ -103,7 +103,7 @@ def test_bfloat16_is_as_close_as_transformers_own(architecture: str, tmp_path: P
     model_dir = make_tiny_model(architecture, tmp_path / architecture, initializer_range=0.1)
     prompt = PROMPTS[0] + TEN_TOKENS * 3
     runner = open_runner(model_dir, dtype="bfloat16")
-    assert isinstance(runner._forward, FusedForward) is (architecture != "gemma2")  # type: ignore[attr-defined]
+    assert isinstance(runner._residency.forward, FusedForward) is (architecture != "gemma2")  # type: ignore[attr-defined]
     seq = make_sequence("a", prompt, prompt_logprobs=0)
     runner.start(seq)
     scores = None
@@ -131,7 +131,7 @@ def test_a_lean_pass_that_differs_is_not_used(
 ) -> None:
     monkeypatch.setattr("anyengine.engine.runner.fused._Norm.__call__", lambda _self, x: x)
     runner = open_runner(qwen2)
-    assert not isinstance(runner._forward, FusedForward)  # type: ignore[attr-defined]
+    assert not isinstance(runner._residency.forward, FusedForward)  # type: ignore[attr-defined]
     assert "does not agree with transformers'" in caplog.text
     expected, seq = (make_sequence(name, PROMPTS[0], max_tokens=4) for name in ("expected", "found"))
     monkeypatch.undo()
@@ -143,13 +143,13 @@ def test_a_lean_pass_that_differs_is_not_used(
 def test_a_step_is_one_pass_over_the_new_tokens_of_all(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is recomputed or padded when another joins."""
     passes: list[int] = []
-    forward = runner._forward  # type: ignore[attr-defined]  # what the runner asks of the model is the point here
+    forward = runner._residency.forward  # type: ignore[attr-defined]  # what the runner asks of the model is the point here
 
     def counting(input_ids: torch.Tensor, *args: Any) -> Any:
         passes.append(len(input_ids))
         return forward(input_ids, *args)
 
-    monkeypatch.setattr(runner, "_forward", counting)
+    monkeypatch.setattr(runner._residency, "_forward", counting)  # type: ignore[attr-defined]
     seqs = [make_sequence(str(index), TEN_TOKENS * (index + 1), max_tokens=50) for index in range(3)]
     running = []
     for seq in seqs:

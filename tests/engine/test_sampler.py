@@ -144,6 +144,7 @@ BEST, SECOND = (int(token) for token in np.argsort(-LOGITS)[:2])
 SECOND_LEADS_BY_1 = {SECOND: float(LOGITS[BEST] - LOGITS[SECOND]) + 1.0}
 
 
+@pytest.mark.feature("R02", "R03", "R24", "R25")
 @pytest.mark.parametrize(
     ("params", "output", "expected"),
     [
@@ -171,6 +172,7 @@ def test_what_changes_the_logits(params: dict[str, Any], output: list[int], expe
     assert sample(torch.from_numpy(LOGITS)[None], [seq], [0]) == [expected]
 
 
+@pytest.mark.feature("R02", "R03")
 def test_penalties_follow_the_definitions() -> None:
     """Compared through greedy ties: a bias that undoes the penalty exactly makes the penalised token win by a hair."""
     prompt, output = [2, 2, 3], [3, 4, 4, 4]

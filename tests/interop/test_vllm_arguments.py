@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from vllm_engines import make_vllm_model, one_process, tiny_vllm
+from vllm_engines import make_vllm_model, on_asyncio, on_trio, one_process, tiny_vllm
 
 from anyengine import EngineClient, EngineStartupError, RequestRejected, SamplingParams, VLLMEngine
 from anyengine.testing._profiles import deep_profile
@@ -324,6 +324,7 @@ def with_strings(engine: VLLMEngine, *strings: str) -> VLLMEngine:
 
 @pytest.mark.anyio
 @pytest.mark.feature("F01", "F02", "F03")
+@on_asyncio
 async def test_two_ranks_of_one_engine_by_command_line(vllm_python: str, model: Path) -> None:
     engine = with_strings(
         tiny_vllm(vllm_python, model, env=one_process),
@@ -345,7 +346,7 @@ async def test_two_ranks_of_one_engine_by_command_line(vllm_python: str, model: 
 
 @pytest.mark.anyio
 @pytest.mark.feature("F01")
-@pytest.mark.parametrize("anyio_backend", [("trio", {})], ids=["trio"])  # it is vLLM that is asked
+@on_trio
 async def test_vllm_refuses_strings_and_experts_in_ranks(vllm_python: str, model: Path, moe_model: Path) -> None:
     """At the same time, since most of it is importing vLLM; and long before anything could hang."""
     errors: dict[str, EngineStartupError] = {}

@@ -17,7 +17,7 @@ import msgspec
 import psutil
 import pytest
 from anyio.abc import TaskStatus
-from vllm_engines import Holdings, make_vllm_model, one_process, tiny_vllm
+from vllm_engines import Holdings, make_vllm_model, on_asyncio, on_trio, one_process, tiny_vllm
 
 from anyengine import (
     EngineClient,
@@ -55,6 +55,7 @@ async def start_up_error(engine: VLLMEngine, on_progress: Callable[[Status], Non
 
 
 @pytest.mark.feature("F01", "L03")
+@on_asyncio
 async def test_vllms_own_exception_is_in_the_error(vllm_python: str, model: Path) -> None:
     """At the same time, since most of it is importing vLLM."""
     errors: dict[str, EngineStartupError] = {}
@@ -80,6 +81,7 @@ async def test_vllms_own_exception_is_in_the_error(vllm_python: str, model: Path
 
 
 @pytest.mark.feature("L03")
+@on_trio
 async def test_killed_while_loading(vllm_python: str, model: Path) -> None:
     """When it has a worker that is loading, too."""
     loading = anyio.Event()
@@ -150,6 +152,7 @@ async def test_kill_9(vllm_python: str, model: Path) -> None:
     assert not victim.holdings.left()
 
 
+@on_asyncio
 async def test_sigterm_from_outside(vllm_python: str, model: Path) -> None:
     """vLLM aborts what runs, and goes with exit code 0."""
     with anyio.fail_after(120):
@@ -162,6 +165,7 @@ async def test_sigterm_from_outside(vllm_python: str, model: Path) -> None:
 
 
 @pytest.mark.feature("L05")
+@on_trio
 async def test_a_killed_worker_takes_the_engine_with_it(vllm_python: str, model: Path) -> None:
     """vLLM says ENGINE_CORE_DEAD, and exits in its own time."""
     with anyio.fail_after(120):
@@ -196,6 +200,7 @@ def remove_leftovers(directory: Path) -> None:
         shutil.rmtree(path)
 
 
+@on_trio
 async def test_an_engine_ends_with_its_host(
     vllm_python: str, model: Path, private_temp_dir: Path, anyio_backend_name: str
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 from hurtful import MAX_MODEL_LEN, ROWS, Attempt, Collector, Elsewhere, Harmless, Refused, greedy, request, send_raw
 from spoilt_requests import runnable
 from tiny_models import VOCAB_SIZE
-from vllm_engines import make_vllm_model, one_process, tiny_vllm
+from vllm_engines import make_vllm_model, on_asyncio, on_trio, one_process, tiny_vllm
 from wire_strategies import examples
 
 from anyengine import (
@@ -74,6 +74,7 @@ def first_cells(text: str, heading: str) -> list[str]:
 
 
 @pytest.mark.parametrize("document", HEADINGS)
+@on_trio
 async def test_every_row_of_the_tables_has_an_entry(repo_root: Path, document: str) -> None:
     cells = first_cells((repo_root / "docs" / document).read_text(), HEADINGS[document])
     assert len(cells) >= 20
@@ -110,6 +111,7 @@ async def attempt_refused(client: EngineClient, attempt: Refused) -> str | None:
 
 @pytest.mark.feature("R54", "C42")
 @pytest.mark.case("K66")
+@on_trio
 async def test_the_rows(client: EngineClient, sent: list[list[Any]]) -> None:
     """All of them on one engine, which serves afterwards as it did before, and holds nothing."""
     wrong: list[str] = []
@@ -147,6 +149,7 @@ async def test_the_rows(client: EngineClient, sent: list[list[Any]]) -> None:
 
 
 @pytest.mark.feature("R54")
+@on_trio
 async def test_whatever_is_taken_is_survived(client: EngineClient) -> None:
     """Beyond the tables: random requests, all at once; each ends, and so well that the engine serves on as before."""
     consumers = []
@@ -163,6 +166,7 @@ async def test_whatever_is_taken_is_survived(client: EngineClient) -> None:
 
 
 @pytest.mark.feature("R54")
+@on_trio
 async def test_adapters_and_pooling_models(vllm_python: str, model: Path, sent: list[list[Any]]) -> None:
     """Rows that need an engine of another kind: an adapter that cannot be loaded, a task that the model has not."""
     lora = tiny_vllm(vllm_python, model, env=one_process, max_model_len=256, enable_lora=True, max_lora_rank=8)
@@ -198,7 +202,7 @@ async def test_adapters_and_pooling_models(vllm_python: str, model: Path, sent: 
             assert consumer.outputs[0].pooling_output is not None
 
 
-@pytest.mark.parametrize("anyio_backend", [("asyncio", {})], ids=["asyncio"])
+@on_asyncio
 async def test_two_of_the_rows_really_hurt(vllm_python: str, model: Path) -> None:
     """Sent behind the client's back: otherwise the walk would show nothing."""
     engine = tiny_vllm(vllm_python, model, env=one_process, max_model_len=256)

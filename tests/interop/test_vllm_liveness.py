@@ -13,7 +13,7 @@ import anyio
 import msgspec
 import pytest
 from anyio.abc import TaskStatus
-from vllm_engines import Holdings, make_vllm_model, one_process, tiny_vllm
+from vllm_engines import Holdings, make_vllm_model, on_asyncio, on_trio, one_process, tiny_vllm
 
 from anyengine import ClientState, EngineClient, EngineDeadError, EngineUnresponsiveError, SamplingParams
 
@@ -65,6 +65,7 @@ class Consumers:
 
 
 @pytest.mark.feature("L07", "D03")
+@on_trio
 async def test_stopped_deaf_and_stuck_among_two_ranks(vllm_python: str, model: Path) -> None:
     engines = [tiny_vllm(vllm_python, model, env=one_process)] * 2
     with anyio.fail_after(200):
@@ -99,6 +100,7 @@ async def test_stopped_deaf_and_stuck_among_two_ranks(vllm_python: str, model: P
     assert not [left for held in holdings for left in held.left()]
 
 
+@on_asyncio
 async def test_mute(vllm_python: str, model: Path) -> None:
     with anyio.fail_after(120):
         async with EngineClient(engine=tiny_vllm(vllm_python, model, env=one_process), shutdown_grace_s=20) as client:

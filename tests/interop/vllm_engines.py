@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+import pytest
 from tiny_models import make_tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -18,6 +19,8 @@ __all__ = [
     "VLLM_ENV",
     "Holdings",
     "make_vllm_model",
+    "on_asyncio",
+    "on_trio",
     "one_process",
     "tiny_vllm",
     "vllm_args",
@@ -36,6 +39,10 @@ _GEOMETRY = {
 }
 _ARGS = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": MAX_NUM_SEQS}
 VLLM_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+on_asyncio = pytest.mark.parametrize("anyio_backend", [("asyncio", {})], ids=["asyncio"])
+on_trio = pytest.mark.parametrize("anyio_backend", [("trio", {})], ids=["trio"])
+"""For what is the same on every loop: it is the engine that is asked, and each start of one takes 10 s of CPU time."""
 
 one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Part of an engine's ``env``: without a worker process it starts in half the time."""

@@ -17,6 +17,7 @@ from anyengine._protocol import (
     FaultStatus,
     Frames,
     MalformedMessage,
+    RankState,
 )
 from anyengine._wire import (
     DIALECTS,
@@ -25,6 +26,7 @@ from anyengine._wire import (
     AbortRequests,
     EngineCoreOutputs,
     UtilityOutput,
+    WireLoRARequest,
 )
 from anyengine.exceptions import DecodeError, EncodeError, LocalProtocolError
 
@@ -259,3 +261,25 @@ def test_an_unsolicited_message_that_makes_no_sense(connection: Connection, call
     assert isinstance(event, MalformedMessage)
     assert f"call id {call_id} from engine 1" in str(event.error)
     assert connection.malformed_messages == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- restarts
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_reply_of_a_former_engine_says_nothing_of_its_successor(replaced: bool) -> None:
+    """It was sent before the death, and is taken when the rank has been started again."""
+    modes: list[tuple[int, RankState]] = []
+    connection = Connection({0: NEWEST}, call_id_prefix=PREFIX, on_mode=lambda *told: modes.append(told))
+    loading, _ = connection.utility("add_lora", [WireLoRARequest("a", 1, "/a")], 0, nothing, unchecked=True)
+    removing, _ = connection.utility("remove_lora", [2], 0, nothing, unchecked=True)
+    pausing, _ = connection.utility("pause_generation", ["abort", True], 0, nothing)
+    if replaced:
+        connection.replace(0, NEWEST)
+        again, _ = connection.utility("add_lora", [WireLoRARequest("b", 2, "/b")], 0, nothing, unchecked=True)
+        connection.utilities.resolve(0, UtilityOutput(again.call_id, None, True))
+    for call in (loading, removing, pausing):
+        connection.utilities.resolve(0, UtilityOutput(call.call_id, None, True))
+        assert call.value is True
+    assert dict(connection.adapters.of(0)) == ({2: "/b"} if replaced else {1: "/a"})
+    assert modes == ([] if replaced else [(0, RankState.PAUSED)])

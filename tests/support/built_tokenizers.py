@@ -25,7 +25,7 @@ CHARACTER_OF_BYTE = {byte: character for character, byte in _BYTE_OF_CHARACTER.i
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
-def byte_level(vocab_size: int = 330) -> Backend:
+def byte_level(vocab_size: int = 330, added: tuple[str, ...] = ("日本 go", "é", "<tool>")) -> Backend:
     """As GPT-2, Llama 3, Qwen and SmolLM: the decoder is ByteLevel and nothing else."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -35,7 +35,7 @@ def byte_level(vocab_size: int = 330) -> Backend:
         vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(CORPUS, trainer)
-    backend.add_tokens([AddedToken("日本 go"), AddedToken("é"), AddedToken("<tool>")])
+    backend.add_tokens([AddedToken(token) for token in added])
     return backend
 
 

@@ -41,3 +41,15 @@ def assert_agrees(name: str, token_ids: Sequence[int], reference: Reference) -> 
     gap = reference.gaps[where]
     assert gap < TOO_CLOSE_TO_CALL, f"{name}: token {where} differs, with the two best logits {gap:.6f} apart"
     return f"{name}: parts from the reference at token {where}, where its two best logits are {gap:.2e} apart"
+
+
+def assert_greedy(name: str, model: Any, prompt: Sequence[int], token_ids: Sequence[int]) -> None:
+    """Fail unless ``generate`` would answer ``token_ids``, or part from them where it was too close to call.
+
+    By induction: each is what the model likes best after those before it, which one pass tells of all.
+    """
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*prompt, *token_ids[:-1]]])).logits[0, len(prompt) - 1 :].float()
+    gaps = logits.amax(dim=-1) - logits[range(len(token_ids)), list(token_ids)]  # [num_tokens]
+    where = int(gaps.argmax())
+    assert gaps[where] < TOO_CLOSE_TO_CALL, f"{name}: token {where} is {gaps[where]:.6f} behind the best one"

@@ -145,8 +145,8 @@ def ignores_sigterm(peer: Peer) -> None:
 def dead_after_ready(peer: Peer) -> None:
     """Sends the dead sentinel at once, then takes a moment to exit with code 7."""
     peer.start()
-    peer.outputs.send(b"ENGINE_CORE_DEAD")
     print("RuntimeError: the model exploded", file=sys.stderr, flush=True)
+    peer.outputs.send(b"ENGINE_CORE_DEAD")
     time.sleep(0.1)
     peer.outputs.close(linger=1000)
     os._exit(7)

@@ -100,8 +100,15 @@ SCRIPT = Script(
 def timeless(value: Any) -> Any:
     """What can be compared."""
     if isinstance(value, RequestOutput):
-        others = tuple(timeless(one) for one in value.others)
-        return msgspec.structs.replace(value, metrics=None, others=others)
+        named = (
+            value.request_id,
+            value.text,
+            value.token_ids,
+            value.index,
+            value.finish_reason,
+            value.prompt_token_ids,
+        )
+        return named, value.usage, value.num_running, tuple(timeless(one) for one in value.others)
     if isinstance(value, BaseException):
         left_out = ("call_id", "outcomes")  # numbered by the client; the error itself, once more
         return type(value), str(value), {k: timeless(v) for k, v in vars(value).items() if k not in left_out}

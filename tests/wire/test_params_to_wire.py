@@ -66,6 +66,7 @@ def stop_fields(params: SamplingParams) -> tuple[Any, list[int], list[int]]:
     return found.get("_eos_token_id"), found.get("stop_token_ids", []), sorted(found["_all_stop_token_ids"])
 
 
+@pytest.mark.feature("R08")
 @pytest.mark.parametrize(
     ("params", "expected"),
     [

@@ -21,15 +21,17 @@ from anyengine.outputs import PoolingOutput
 from anyengine.params import PoolingParams, SamplingParams
 from anyengine.policies import RestartPolicy, RetryPolicy
 
+from .adapters import Adapters
 from .core_client import EngineCoreClient
 from .engines.engine_limits import common_limits
 from .engines.health import ClientHealth, HealthLevel, examine
+from .engines.model_info import ModelInfo
 from .inputs.model_files import load_model_files
 from .inputs.prompts import Prompt
 from .inputs.request_builder import RequestBuilder
 from .inputs.request_fields import GenerateOptions, RequestFields, check_field_names
-from .operations import EngineOperations
 from .pooling import encode_once
+from .reporting import ClientStatistics, Reports, StatisticsReports, StatisticsSink, take_statistics
 from .request_control import RequestControl
 from .requests.admission import AdmissionSettings
 from .requests.deadlines import time_limits
@@ -44,7 +46,7 @@ from .shortcuts import RequestShortcuts
 __all__ = ["EngineClient"]
 
 
-class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
+class EngineClient(RequestShortcuts, RequestControl, Adapters, StatisticsReports):
     """A client of one engine core, or of several, in one task group.
 
     Use it as ``async with EngineClient(...) as client:``, under trio or asyncio. Construction touches no event loop.
@@ -64,6 +66,9 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
         max_num_queued_reqs: how many sequences may be in flight or on their way there; ``None``: no limit.
         max_num_queued_tokens: how many prompt tokens may wait for their first output; ``None``: no limit. A longer
             prompt is taken when no other one waits.
+        stats_interval_s: how often to write a line of statistics to the log ``anyengine.statistics``, and to tell the
+            sinks; a client that is idle writes none twice. ``None``: when :meth:`do_log_stats` is called.
+        stats_sinks: functions that are given the :class:`ClientStatistics`, in worker threads.
         admission: what becomes of a request that one of these limits keeps out, or a pause: ``"reject"`` raises
             :class:`OverloadedError` or :class:`EngineAsleepError` at once, ``"wait"`` has it wait its turn.
     """
@@ -86,19 +91,12 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
         restart: RestartPolicy | None = None,
         retries: RetryPolicy | None = None,
+        stats_interval_s: float | None = None,
+        stats_sinks: Sequence[StatisticsSink] = (),
         strict: bool = False,
     ) -> None:
-        named: object = model
-        if named is not None and not isinstance(named, str):
-            raise ValueError(f"model must be a str; give the {type(named).__name__} as engine=...")
-        if isinstance(engine, str):
-            raise ValueError(f"engine={engine!r} is a model's name: give it as model, or in an EmbeddedEngine")
-        if model is not None and engine is not None:
-            raise ValueError(f"give model={model!r} or an engine, not both: an engine names its own model")
-        if engine is None:
-            engine = EmbeddedEngine() if model is None else EmbeddedEngine(model=model)
         self._core = EngineCoreClient(
-            engine,
+            _engine_of(model, engine),
             startup_timeout_s=startup_timeout_s,
             shutdown_grace_s=shutdown_grace_s,
             drain_timeout_s=drain_timeout_s,
@@ -113,6 +111,7 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
         if retries is not None and not isinstance(retries, RetryPolicy):
             raise ValueError(f"retries={retries!r} must be a RetryPolicy, or None for no retries")
         self._retries = retries
+        self._reports = Reports(self._take_statistics, stats_sinks, stats_interval_s)
         self._admission = AdmissionSettings(max_num_queued_reqs, max_num_queued_tokens, admission)
         self._context: AbstractAsyncContextManager[None] | None = None
         self._desk: RequestDesk | None = None
@@ -154,6 +153,7 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
                     session.tasks.start_soon(desk.feed_streams)
                     session.tasks.start_soon(session.own, desk.abort_dropped)
                     session.tasks.start_soon(session.own, desk.deadlines.run)
+                    session.tasks.start_soon(session.own, self._reports.run)
                     files = await load_model_files(self._core.model_dir, text=not self._core.skips_text)
                     desk.open(RequestBuilder(files, common_limits(session), wire_id_prefix=os.urandom(4).hex()))
                     yield
@@ -182,6 +182,9 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
         """How the last block ended, or its start failed; ``None`` inside a block, and before the first."""
         return self._core.shutdown_report
 
+    def _take_statistics(self) -> ClientStatistics:
+        return take_statistics(self._core.session, self._entered_desk())
+
     def _entered_desk(self) -> RequestDesk:
         if self._desk is None:
             raise ClientClosedError("the client has not been entered; use it inside `async with`")
@@ -193,8 +196,8 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
         request_id: str | None = None,
+        *,
         timeout_s: float | None = None,
         first_token_timeout_s: float | None = None,
         inter_token_timeout_s: float | None = None,
@@ -250,8 +253,8 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
         self,
         prompt: Prompt,
         pooling_params: PoolingParams | None = None,
-        *,
         request_id: str | None = None,
+        *,
         nowait: bool = False,
         **fields: Unpack[RequestFields],
     ) -> PoolingOutput:
@@ -271,11 +274,6 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
         check_field_names("encode", fields)
         params = pooling_params or PoolingParams()
         return await encode_once(self._entered_desk(), prompt, params, request_id, fields, nowait=nowait)
-
-    async def remove_lora(self, lora_id: int) -> bool:
-        """Unload an adapter; whether it was there. The next request that names it has it loaded again."""
-        self._entered_desk().forget_adapter(lora_id)
-        return await super().remove_lora(lora_id)
 
     # ----------------------------------------------------------------- utilities
 
@@ -302,6 +300,15 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
             ClientClosedError: the client has not been entered yet.
         """
         return self._entered_desk().builder.tokenizer
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """What the model is, as far as its engines and its files tell.
+
+        Raises:
+            ClientClosedError: the client has not been entered yet.
+        """
+        return self._entered_desk().builder.model_info(self._core.merged_registration)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -341,6 +348,17 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
         """
         return await examine(self._core, level, timeout_s)
 
+    async def check_health(self, timeout_s: float = 5.0) -> None:
+        """Return if every rank answers through its main loop; :meth:`health` tells more.
+
+        Raises:
+            EngineUnresponsiveError: ranks are silent; the text names them.
+            EngineDeadError: one is dead, or the client is.
+
+        Cancellation: safe.
+        """
+        (await self.health(timeout_s=timeout_s)).raise_unhealthy()
+
     def debug_snapshot(self) -> DebugSnapshot:
         """What the client holds at this moment; see :meth:`EngineCoreClient.debug_snapshot`."""
         return self._core.debug_snapshot()
@@ -354,5 +372,27 @@ class EngineClient(RequestShortcuts, RequestControl, EngineOperations):
             **self._core.statistics(),
             "requests_waiting": desk.admission.num_waiting,
             "request_timeouts": desk.request_timeouts,
+            "queued_prompt_tokens": self._core.session.connection.requests.num_queued_tokens,
+            "statistics_failures": self._reports.failures,
             **rejections,
         }
+
+
+def _engine_of(
+    model: str | None, engine: EngineSettings | Sequence[EngineSettings] | None
+) -> EngineSettings | Sequence[EngineSettings]:
+    """What is to be started, or joined.
+
+    Raises:
+        ValueError: both are given, or one as the other.
+    """
+    named: object = model
+    if named is not None and not isinstance(named, str):
+        raise ValueError(f"model must be a str; give the {type(named).__name__} as engine=...")
+    if isinstance(engine, str):
+        raise ValueError(f"engine={engine!r} is a model's name: give it as model, or in an EmbeddedEngine")
+    if model is not None and engine is not None:
+        raise ValueError(f"give model={model!r} or an engine, not both: an engine names its own model")
+    if engine is not None:
+        return engine
+    return EmbeddedEngine() if model is None else EmbeddedEngine(model=model)

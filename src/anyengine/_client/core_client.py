@@ -219,6 +219,20 @@ class EngineCoreClient(EngineInfo):
                 connection.requests.live[request.request_id].sent_bytes = session.send_budget.charge(chosen, size_bytes)
                 return chosen
 
+    def add_part(self, request: EngineCoreRequest, rank: int) -> None:
+        """Send a further part of a request that was added as ``resumable``, or, without ``resumable``, that none
+        follows. What becomes of the request's entry is the consumer's to say.
+
+        Raises:
+            RequestRejected, EncodeError: see :meth:`add`.
+            EngineDeadError: the engine died, or the client is closed.
+            LocalProtocolError: the request is not alive there.
+        """
+        session = self.usable_session()
+        frames = session.connection.part(request, rank)
+        session.send(rank, frames)
+        session.send_budget.charge(rank, sum(memoryview(frame).nbytes for frame in frames))
+
     async def wait_room(self) -> None:
         """Wait until an engine has room for a request; see ``max_unread_bytes``. Returns at once in ordinary times.
 

@@ -6,6 +6,7 @@ travels. Names and argument order are those of vLLM's ``AsyncLLM``, without ``_a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
@@ -23,6 +24,8 @@ PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 """What becomes of running requests: ended as aborted, awaited, or kept frozen."""
 
 T = TypeVar("T")
+
+_logger = logging.getLogger("anyengine.client")
 
 _RESUME_LIMIT_S = 30.0
 
@@ -151,14 +154,43 @@ class EngineOperations:
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """Take memory back: all of it, or that of ``"weights"``, ``"kv_cache"``, ``"scheduling"``. Whether all of it is
-        back, where the release says so; ``True`` where it does not."""
+        back, on every rank."""
         answers = await self._call("wake_up", None if tags is None else list(tags))
         awake = all(answer is not False for answer in answers.values())
         if tags is not None and None in answers.values():  # a release that does not say how much of it is back
             awake &= not any((await self._call("is_sleeping")).values())
         if awake:
             self._open_admission()
-        return all(answer is not False for answer in answers.values())
+        return awake
+
+    @asynccontextmanager
+    async def sleeping(self, level: int = 1, mode: PauseMode = "abort") -> AsyncIterator[None]:
+        """:meth:`sleep` for the length of a block, and wake up in every case.
+
+        Raises, besides: :class:`UtilityTimeout`: the engine has been told to wake up, and has not said that it has. An
+        exception of the block, cancellation included, comes first, whatever becomes of the engine.
+
+        Cancellation: the engine is told to wake up before it propagates.
+        """
+        try:
+            await self.sleep(level, mode)
+            yield
+        except BaseException:
+            with suppress(EngineError):
+                await self._wake_at_last()  # noqa: ASYNC102 - shielded and bounded inside
+            raise
+        await self._wake_at_last()
+
+    async def _wake_at_last(self) -> None:
+        # Shielded: an engine that stays asleep hangs everybody. Bounded: a hung engine must not hang us as well.
+        with anyio.move_on_after(_RESUME_LIMIT_S, shield=True) as limit:
+            await self.wake_up()
+        if limit.cancelled_caught:
+            raise UtilityTimeout(
+                f"the engine was told to wake up and has not answered for {_RESUME_LIMIT_S:g} s: it may still do so; "
+                "wake_up() waits for it",
+                method="wake_up",
+            )
 
     async def release_kv_cache_memory(self) -> None:
         """Give the memory of the KV cache back, weights aside. Needs a pause that is complete; kept requests are
@@ -194,8 +226,14 @@ class EngineOperations:
         return await self._all_did("remove_lora", lora_id)
 
     async def list_loras(self) -> set[int]:
-        """The ids of the loaded adapters."""
-        return await self._agreed(set[int], "list_loras")
+        """The ids of the adapters that every rank has loaded. A rank that lacks one which another has is named in the
+        log."""
+        loaded = await self._typed(set[int], "list_loras")
+        everywhere = set.intersection(*loaded.values())
+        for rank, ids in loaded.items():
+            if missing := set.union(*loaded.values()) - ids:
+                _logger.warning("engine %d lacks adapters that others have loaded: %s", rank, sorted(missing))
+        return everywhere
 
     async def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter loaded; whether it is."""

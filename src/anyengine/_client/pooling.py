@@ -29,6 +29,7 @@ async def encode_once(
     ticket = desk.ticket(prompt, label, nowait=nowait)
     num_prompt_tokens = 0
     try:
+        fields = desk.settled(fields)
         prepared = await desk.prepare(ticket, prompt, params, fields)
         if ticket.aborted:
             state = desk.unsent_pooling(label)

@@ -10,8 +10,10 @@ from functools import partial
 from typing import Literal, TypeAlias, Unpack
 
 from anyengine.exceptions import EngineAsleepError, RequestRejected
-from anyengine.params import SamplingParams
+from anyengine.outputs import RequestOutput
+from anyengine.params import BeamSearchParams, SamplingParams
 
+from .beam_search import search_beams
 from .core_client import EngineCoreClient
 from .engines.fences import Patience
 from .inputs.prompts import Prompt
@@ -56,7 +58,8 @@ class RequestControl:
         Outputs come as they are complete, or in the order of the prompts (``ordered``). At most ``concurrency``
         requests are in flight (``None``: as many as admission lets in); the next ones are sent while the group is
         iterated. ``sampling_params`` are those of all prompts, or one for each. ``on_error="raise"``: the first failure
-        aborts all others and is raised; ``"collect"``: an error takes the place of the output. What else there is holds
+        aborts all others and is raised, with its ``prompt_index``; ``"collect"``: an error takes the place of the
+        output. What else there is holds
         for each request, and is explained at :meth:`generate`.
         """
         check_field_names("generate_many", fields)
@@ -72,6 +75,25 @@ class RequestControl:
             concurrency=concurrency,
             on_error=on_error,
         )
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        **fields: Unpack[RequestFields],
+    ) -> RequestOutput:
+        """The ``beam_width`` best answers to ``prompt``, in ``outputs``, best first: each step is a request of one
+        token for each beam, so a prefix cache makes it cheap. The engine must allow ``logprobs`` of twice the width.
+
+        Raises:
+            RequestRejected: bad input; nothing was sent.
+            OverloadedError, EngineAsleepError, RequestFailed, EngineDeadError: see :meth:`generate_many`.
+
+        Cancellation: aborts what is in flight.
+        """
+        check_field_names("beam_search", fields)
+        return await search_beams(self, self._entered_desk().builder, prompt, params, request_id, fields)
 
     async def abort(
         self, request: RequestName | Iterable[RequestName], *, timeout_s: float | None = None

@@ -33,22 +33,24 @@ class LoadedAdapters:
 
     def watch(self, call: PendingCall, args: Sequence[Any]) -> None:
         """Learn from a utility call that is about to be sent, and from its reply."""
+        # Of this engine: should another one take its place before the reply is taken, nothing is learnt of that one.
+        loaded = self._loaded.setdefault(call.rank, {})
         if call.method == "remove_lora" and args:
             removed, on_done = args[0], call.on_done
 
             def forget() -> None:
                 # Again: an add_lora that was sent before has been answered meanwhile.
-                self._loaded.get(call.rank, {}).pop(removed, None)
+                loaded.pop(removed, None)
                 on_done()
 
-            self._loaded.get(call.rank, {}).pop(removed, None)
+            loaded.pop(removed, None)
             call.on_done = forget
         elif call.method == "add_lora" and args and isinstance(args[0], WireLoRARequest):
             adapter, tell = args[0], call.on_done
 
             def learn() -> None:
                 if call.error is None:
-                    self._loaded.setdefault(call.rank, {})[adapter.lora_int_id] = adapter.lora_path
+                    loaded[adapter.lora_int_id] = adapter.lora_path
                 tell()
 
             call.on_done = learn

@@ -7,6 +7,7 @@ frames; the caller sends them without an await in between, and closes what it op
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeAlias
@@ -70,6 +71,7 @@ class Connection:
         self.adapters: LoadedAdapters = LoadedAdapters()
         self._on_mode = on_mode
         self._modes: dict[int, RankState] = {}
+        self._incarnations: Counter[int] = Counter()  # how often each rank's engine has been replaced
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -107,6 +109,18 @@ class Connection:
         frames = self.check(request, rank)
         self.requests.open(request.request_id, rank, consumer, num_prompt_tokens=num_prompt_tokens(request))
         return frames
+
+    def part(self, request: EngineCoreRequest, rank: int) -> Frames:
+        """The frames of a further part of a request that is alive, or of the word that none follows.
+
+        Raises:
+            EncodeError, RequestRejected: see :meth:`add`.
+            LocalProtocolError: it is not alive in ``rank``: the engine would take it for a new one.
+        """
+        entry = self.requests.live.get(request.request_id)
+        if entry is None or entry.rank != rank:
+            raise LocalProtocolError(f"request id {request.request_id!r} is not alive in engine {rank}")
+        return self.check(request, rank)
 
     def abort(self, request_ids: str | Iterable[str]) -> list[tuple[int, Frames]]:
         """Forget the live ones among ``request_ids`` and tell their consumers; one ABORT for each rank concerned, to be
@@ -163,6 +177,7 @@ class Connection:
         self.dialects.replace(rank, dialect)
         self.adapters.forget(rank)
         self._modes.pop(rank, None)
+        self._incarnations[rank] += 1
 
     # -------------------------------------------------------------------- events
 
@@ -210,10 +225,11 @@ class Connection:
 
     def _watch_mode(self, call: PendingCall, args: Sequence[Any], on_mode: Callable[[int, RankState], None]) -> None:
         """Have the answer to a call, when it is one, say what the engine is in."""
-        tell = call.on_done
+        tell, incarnation = call.on_done, self._incarnations[call.rank]
 
         def learn() -> None:
-            if call.error is None:
+            # What an engine has said says nothing of its successor, should that be there when the reply is taken.
+            if call.error is None and incarnation == self._incarnations[call.rank]:
                 sleep_is_pause = self.utility_arity("is_scheduler_paused", call.rank) is not None
                 before = self._modes.get(call.rank, RankState.READY)
                 mode = mode_after(call.method, args, call.value, before, sleep_is_pause=sleep_is_pause)

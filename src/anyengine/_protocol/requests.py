@@ -52,6 +52,7 @@ class RequestEntry:
         stage: ``QUEUED`` until its first output, then ``STARTED``; ``BROKEN`` when the consumer could not take an
             output, or wants no more, and whoever was told of it aborts the request.
         num_prompt_tokens: what it counts for in ``num_queued_tokens``.
+        resumable: a finish reason ends a part of it, and not the request.
         sent_bytes: everything that its rank had been sent when this request had been.
     """
 
@@ -61,6 +62,7 @@ class RequestEntry:
     stage: _Stage = _Stage.QUEUED
     num_prompt_tokens: int = 0
     sent_bytes: int = 0
+    resumable: bool = False
 
     @property
     def broken(self) -> bool:
@@ -126,6 +128,11 @@ class RequestRegistry:
                 self.on_idle()
         return entry
 
+    def keep_open(self, request_id: str, keep: bool) -> None:
+        """Whether a finish reason leaves the request alive from now on, if it is."""
+        if (entry := self.live.get(request_id)) is not None:
+            entry.resumable = keep
+
     def dispatch(self, outputs: Sequence[EngineCoreOutput]) -> list[tuple[RequestEntry, Exception | None]]:
         """Give each output to its consumer: the client's hot loop.
 
@@ -148,7 +155,7 @@ class RequestRegistry:
                         self.close(entry.request_id)
                     continue
                 self._start(entry)
-            if output.finish_reason is not None:
+            if output.finish_reason is not None and not entry.resumable:
                 self.close(entry.request_id)
             try:
                 if entry.consumer.push(output):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,7 +20,7 @@ from anyengine.exceptions import EncodeError
 
 from .layouts import LEGACY, LOSABLE
 
-__all__ = ["StructType", "Written", "decoding_types", "restrict", "writing_types"]
+__all__ = ["StructType", "Written", "decoding_types", "keeping_later", "restrict", "writing_types"]
 
 StructType: TypeAlias = type[msgspec.Struct]
 _Layout: TypeAlias = Mapping[str, tuple[str, ...]]
@@ -72,6 +72,25 @@ def decoding_types(canonical: Mapping[str, StructType], layout: _Layout) -> dict
                 names = (*fields, *(name for name in names if name not in fields))
             found[struct] = _derive(struct, names, found)
     return found
+
+
+def keeping_later(part: StructType, whole: StructType, names: Sequence[str]) -> StructType:
+    """``whole``, read with ``names`` as further positions of each ``part`` in it, which is an array; a part tells what
+    it has of them as ``surplus``."""
+
+    def surplus(self: Any) -> dict[str, Any]:
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    longer = msgspec.defstruct(
+        part.__name__,
+        [(name, Any, None) for name in names],
+        namespace={"surplus": property(surplus)},
+        bases=(part,),
+        module=part.__module__,
+        array_like=True,
+        gc=False,
+    )
+    return _derive(whole, whole.__struct_encode_fields__, {part: longer})
 
 
 _COMPARABLE = (bool, int, float, str, bytes, list, tuple, dict)

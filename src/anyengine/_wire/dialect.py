@@ -26,7 +26,7 @@ from .codec import (
     raise_decode_error,
 )
 from .constants import ENGINE_CORE_DEAD, Frame, RequestType
-from .derive import StructType, decoding_types, restrict, writing_types
+from .derive import StructType, decoding_types, keeping_later, restrict, writing_types
 from .layouts import ROWS, Release, Row, change_points, last_names, shared_names, versions_of
 from .methods import METHODS, PROBES, Arity, arity_at
 from .multimodal import MultiModalFeatureSpec, listed_features, revive_features
@@ -90,6 +90,7 @@ class Dialect:
         self.since: Release = since
         self.until: Release | None = until
         self._rows = rows
+        self._later: tuple[str, ...] = ()  # what is kept of positions that nobody has a name for
         self._output_rows = versions_of(rows["EngineCoreOutput"], since, until)
         newest = self._output_rows[-1][1]
         self._outputs_differ = any(names != newest[: len(names)] for _, names in self._output_rows)
@@ -156,8 +157,18 @@ class Dialect:
         for message, count in (("EngineCoreOutputs", found.outputs), ("EngineCoreOutput", found.output)):
             known = len(last_names(self._rows[message], self.since, self.until))
             if count is not None and count > known:
-                return f"{message} has {count} positions, of which {known} are known and the others are ignored"
+                return f"{message} has {count} positions, of which {known} are known: the others mean nothing"
         return None
+
+    def keeping_later(self, frames: Sequence[Frame]) -> Dialect:
+        """The dialect of an engine that sent these outputs, which keeps what they have behind the newest layout known;
+        the same one if that is nothing."""
+        count, known = positions(frames[0]).output, len(EngineCoreOutput.__struct_fields__)
+        if count is None or count <= known:
+            return self
+        keeping = Dialect(self.since, self.until, self._rows)
+        keeping._later = tuple(f"position_{number}" for number in range(known, count))
+        return keeping
 
     # Client role.
 
@@ -284,7 +295,10 @@ class Dialect:
 
     @cached_property
     def _outputs(self) -> msgspec.msgpack.Decoder[EngineCoreOutputs]:
-        return compile_decoder(cast(type[EngineCoreOutputs], self._read.get(EngineCoreOutputs, EngineCoreOutputs)))
+        outputs = self._read.get(EngineCoreOutputs, EngineCoreOutputs)
+        if self._later:
+            outputs = keeping_later(self._read.get(EngineCoreOutput, EngineCoreOutput), outputs, self._later)
+        return compile_decoder(cast(type[EngineCoreOutputs], outputs))
 
     @cached_property
     def lists_features(self) -> bool:

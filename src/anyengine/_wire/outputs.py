@@ -99,6 +99,11 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     prompt_token_id_logprobs: Tensor | None = None
     error: EngineRequestError | None = None
 
+    @property
+    def surplus(self) -> dict[str, Any]:
+        """What a newer engine says behind all that, by position."""
+        return {}
+
 
 class UndecodableOutput(EngineCoreOutput, array_like=True, gc=True, kw_only=True):
     """Stands where an output was that cannot be decoded. Only its ``request_id`` is known; whoever asks for its tokens

@@ -88,6 +88,7 @@ class RankDialects(Mapping[int, Dialect]):
         self._dialects[rank] = narrowed = dialect.narrowed(frames)
         if (surplus := narrowed.surplus(frames)) is not None:
             self.warnings.append(f"engine {rank} ({narrowed.releases}): {surplus}")
+            self._dialects[rank] = narrowed = narrowed.keeping_later(frames)
         self._settle()
         return narrowed
 

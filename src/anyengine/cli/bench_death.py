@@ -58,7 +58,7 @@ def add_death_bench(subjects: _SubParsersAction[ArgumentParser]) -> None:
         choices=_WAYS,
         action="append",
         help="kill: SIGKILL; exit: an exit code; dead_exit: ENGINE_CORE_DEAD, then an exit; dead: ENGINE_CORE_DEAD of "
-        "an engine that lives on. Repeatable (default: the first three)",
+        "an engine that lives on. Repeatable (default: all)",
     )
     death.add_argument("--limit-ms", type=float, metavar="MS", help="exit with 1 if a p99 is above")
     death.add_argument("--backend", choices=("asyncio", "trio"), default="asyncio", help="(default: %(default)s)")
@@ -90,5 +90,5 @@ async def _measure(options: DeathBenchOptions) -> list[DeathTimes]:
         if not options.quiet:
             print(f"anyengine: {way}, {number} of {options.rounds}", file=sys.stderr, flush=True)
 
-    ways = [way for way in WAYS if way in (options.way or _WAYS[:3])]
+    ways = [way for way in WAYS if way in (options.way or _WAYS)]
     return [await measure_deaths(way, streams=options.streams, rounds=options.rounds, on_round=tell) for way in ways]

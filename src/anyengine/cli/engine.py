@@ -41,6 +41,8 @@ class EngineOptions:
     max_num_batched_tokens: int | None
     kv_cache_memory_bytes: int | None
     enable_prefix_caching: bool
+    max_loras: int
+    profile_dir: str | None
     num_threads: int | None
     seed: int
     runner: str | None
@@ -60,6 +62,8 @@ class EngineOptions:
             max_model_len=self.max_model_len,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,
             enable_prefix_caching=self.enable_prefix_caching,
+            max_loras=self.max_loras,
+            profile_dir=self.profile_dir,
             num_threads=self.num_threads,
             seed=self.seed,
             **given,
@@ -157,6 +161,10 @@ def _add_model_options(parser: ArgumentParser) -> None:
         action="store_false",
         help="compute the beginning that requests have in common for each of them",
     )
+    group.add_argument(
+        "--max-loras", type=int, default=0, metavar="N", help="LoRA adapters kept loaded (default: 0, none is served)"
+    )
+    group.add_argument("--profile-dir", metavar="DIRECTORY", help="where the profiler writes (default: no profiler)")
     group.add_argument("--num-threads", type=int, metavar="N", help="of torch (default: its own choice)")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of requests without one (default: 0)")
     group.add_argument("--runner", metavar="MODULE:FACTORY", help="another model runner than ours")

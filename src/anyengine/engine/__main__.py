@@ -7,7 +7,9 @@ after the lifeline is armed.
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
 
 from anyengine.engine.serving.lifeline import (
     Lifeline,
@@ -27,6 +29,12 @@ def main() -> int:
     from anyengine.engine.start import run_engine
 
     exit_code = run_engine(launch_line, status_fd, on_stop=lifeline.on_stop)
+    if exit_code:
+        # It has failed, and its host, who knows, waits a moment for how it ended: taking the interpreter and torch
+        # apart would take much longer.
+        with suppress(OSError):
+            sys.stdout.flush()  # standard error is not buffered
+        os._exit(exit_code)
     lifeline.close()
     return exit_code
 

@@ -88,6 +88,7 @@ class _EngineThread:
         self._dialect: Dialect | None = None
         self._ready = anyio.Event()
         self._stopping = False
+        self._reported = False
         self.has_ended: bool = False
         self.exit_code: int = 0
         self._thread = threading.Thread(target=self._in_thread, name=f"anyengine-engine-{rank}")
@@ -153,7 +154,8 @@ class _EngineThread:
                 )
                 try:
                     loop.run()
-                except BaseException:
+                except BaseException as exc:
+                    self._in_thread_fail(exc)  # first: who is told of the death looks for the cause
                     self._in_thread_send([ENGINE_CORE_DEAD])
                     raise
                 loop.refuse_rest()
@@ -161,11 +163,17 @@ class _EngineThread:
         except _StopLoading:
             exit_code = 0
         except BaseException as exc:  # noqa: BLE001 - whatever ends an engine is reported, as in a process
+            self._in_thread_fail(exc)
+        finally:
+            self._mailbox.put(partial(self._end, exit_code))
+
+    def _in_thread_fail(self, exc: BaseException) -> None:
+        """Tell what ends the engine, once. Inside the handler of ``exc``."""
+        if not self._reported:
+            self._reported = True
             for line in traceback.format_exc().splitlines():
                 self._mailbox.put(partial(self._host.log, line))
             self._mailbox.put(partial(self._host.report, failure_status(exc)))
-        finally:
-            self._mailbox.put(partial(self._end, exit_code))
 
     def _in_thread_report(self, status: Status) -> None:
         """Raises _StopLoading if nobody wants the model any more."""

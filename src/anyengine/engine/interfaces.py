@@ -8,8 +8,9 @@ drives an :class:`Engine`; the embedded :class:`Engine` schedules :class:`Sequen
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from anyengine._wire import (
     EngineCoreOutput,
@@ -19,11 +20,25 @@ from anyengine._wire import (
     LogprobsTensors,
     SchedulerStats,
     Tensor,
+    WireLoRARequest,
     WirePoolingParams,
     WireSamplingParams,
 )
 
-__all__ = ["Engine", "ModelRunner", "PooledPrompt", "SampledToken", "ScheduledSequence", "SequenceState"]
+__all__ = [
+    "AdapterRunner",
+    "Engine",
+    "FailedSequence",
+    "ManagedRunner",
+    "ModelRunner",
+    "PooledPrompt",
+    "ProfiledRunner",
+    "SampledToken",
+    "ScheduledSequence",
+    "SequenceState",
+    "StepResult",
+    "generates",
+]
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +62,8 @@ class SequenceState:
     num_preemptions: int = 0
     pooling: WirePoolingParams | None = None
     """What is wanted of the prompt instead of a token after it."""
+    lora_id: int | None = None
+    """The adapter that it is computed with."""
 
     @property
     def num_tokens(self) -> int:
@@ -88,6 +105,21 @@ class PooledPrompt(NamedTuple):
     data: Tensor
 
 
+class FailedSequence(NamedTuple):
+    """What a step yields for a sequence that cannot go on: its request fails, alone."""
+
+    reason: str
+
+
+StepResult: TypeAlias = SampledToken | PooledPrompt | FailedSequence | None
+"""What a step yields for one sequence; ``None``: its prompt is not complete yet."""
+
+
+def generates(runner: ModelRunner) -> bool:
+    """Whether ``runner`` samples tokens. One that says nothing of it does; a model that classifies does not."""
+    return bool(getattr(runner, "generates", True))
+
+
 class ModelRunner(Protocol):
     """Runs the model for whole steps. Synchronous, one thread. Sampling included."""
 
@@ -97,19 +129,23 @@ class ModelRunner(Protocol):
     eos_token_ids: tuple[int, ...]
     num_kv_blocks: int  # enough for one sequence of max_model_len
     kv_block_tokens: int
-    pooling_tasks: tuple[str, ...]  # what it computes of prompts: "embed"
+    pooling_tasks: tuple[str, ...]  # what it computes of prompts: "embed", "classify"
     embedding_size: int
 
-    def start(self, seq: SequenceState) -> None:
+    def start(self, seq: SequenceState) -> Future[None] | None:
         """Take ``seq`` in, before it waits for its turn: sampler state and the like. An exception (a sampling
-        parameter it cannot honour, no memory) fails this request alone."""
+        parameter it cannot honour, no memory) fails this request alone.
+
+        A Future stands for what takes longer, such as compiling a grammar, and is done elsewhere: ``seq`` is scheduled
+        once it is done; an exception in it fails the request, too.
+        """
 
     def finish(self, request_id: str) -> None:
         """Release everything held for it. Unknown ids are ignored."""
 
-    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[SampledToken | PooledPrompt | None]:
-        """Run one step; a sampled token for each entry, in order (``None``: its prompt is not complete yet), or what a
-        pooling request wants.
+    def step(self, scheduled: Sequence[ScheduledSequence]) -> Sequence[StepResult]:
+        """Run one step; a sampled token for each entry, in order (``None``: its prompt is not complete yet), what a
+        pooling request wants, or why the sequence cannot go on.
 
         Keys and values of the new tokens go to, and those of the ``num_computed_tokens`` before them are in, the
         blocks that ``seq.block_ids`` names. Other sequences may have some of these too, and only read them. A
@@ -119,6 +155,64 @@ class ModelRunner(Protocol):
 
     def close(self) -> None:
         """Release the model."""
+
+
+@runtime_checkable
+class AdapterRunner(Protocol):
+    """A :class:`ModelRunner` that may have LoRA adapters. Sequences name theirs with ``lora_id``, and keep it to their
+    end, though it may be removed or replaced meanwhile. Called between steps."""
+
+    max_loras: int  # so many are kept; 0: none
+
+    def add_lora(self, request: WireLoRARequest) -> bytes:
+        """Load an adapter, unless it is there. What keys and values that are computed with it depend on: no other
+        adapter gives the same.
+
+        Raises:
+            ValueError: it cannot be served, and why.
+        """
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Whether it was there."""
+
+    def list_loras(self) -> list[int]:
+        """The ids of those that are loaded."""
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Never let it go for another one. Raises ValueError if it is not loaded."""
+
+
+@runtime_checkable
+class ManagedRunner(Protocol):
+    """A :class:`ModelRunner` whose memory can be given back and whose weights can be changed. Called between steps;
+    none is run while it sleeps."""
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether any of its memory is away."""
+
+    def sleep(self, level: int) -> None:
+        """Give memory back: level 1 what can be had again without loss, 2 all."""
+
+    def wake_up(self, tags: Sequence[str] | None) -> None:
+        """Take memory back: ``"weights"``, ``"kv_cache"``, or all of it. What the cache held is lost."""
+
+    def release_kv_cache_memory(self) -> None:
+        """Give the memory of keys and values back."""
+
+    def reload_weights(self, path: str | None) -> None:
+        """Load weights from files; ``None``: those that it began with. A failure leaves the present ones."""
+
+
+@runtime_checkable
+class ProfiledRunner(Protocol):
+    """A :class:`ModelRunner` that can be profiled. Called between steps."""
+
+    def start_profile(self, prefix: str | None, delay_steps: int | None, max_steps: int | None) -> None:
+        """After so many more steps, for so many. Raises where that is not possible."""
+
+    def stop_profile(self) -> None:
+        """Write what there is."""
 
 
 class Engine(Protocol):

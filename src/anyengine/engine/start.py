@@ -20,7 +20,7 @@ from anyengine._process.status import ChildError, Status, encode_status
 from anyengine.config import EmbeddedEngine, EngineLaunch
 from anyengine.engine.core.engine_core import EngineCore
 from anyengine.engine.interfaces import ModelRunner
-from anyengine.engine.serving.server import Attachment, OnStop, serve
+from anyengine.engine.serving.server import Attachment, OnFailure, OnStop, serve
 
 __all__ = ["create_core", "failure_status", "run_attached_engine", "run_engine"]
 
@@ -35,21 +35,35 @@ def run_engine(launch_line: bytes, status_fd: int, *, on_stop: OnStop) -> int:
         with suppress(BrokenPipeError):  # nobody listens (any more); if the host is gone, the lifeline knows
             os.write(status_fd, encode_status(status))
 
+    reported = False
+
+    def fail(exc: BaseException) -> None:
+        nonlocal reported
+        if not reported:
+            reported = True
+            report(failure_status(exc))
+            logging.getLogger(__name__).critical("the engine failed\n%s", traceback.format_exc())
+
     report(Status("importing"))
     exit_code = 0
     try:
         launch = msgspec.json.decode(launch_line, type=EngineLaunch)
         attachment = Attachment(handshake_address=launch.handshake_address, rank=launch.rank)
-        run_attached_engine(attachment, launch.engine or EmbeddedEngine(), report=report, on_stop=on_stop)
+        config = launch.engine or EmbeddedEngine()
+        run_attached_engine(attachment, config, report=report, on_stop=on_stop, on_failure=fail)
     except BaseException as exc:  # noqa: BLE001 - SystemExit from a library included: whatever ends an engine is reported
-        report(failure_status(exc))
-        logging.getLogger(__name__).critical("the engine failed\n%s", traceback.format_exc())
+        fail(exc)
         exit_code = 1
     return exit_code
 
 
 def run_attached_engine(
-    attachment: Attachment, config: EmbeddedEngine, *, report: Callable[[Status], None], on_stop: OnStop
+    attachment: Attachment,
+    config: EmbeddedEngine,
+    *,
+    report: Callable[[Status], None],
+    on_stop: OnStop,
+    on_failure: OnFailure | None = None,
 ) -> None:
     """Run our engine core behind the front end that ``attachment`` names, to a graceful end.
 
@@ -58,7 +72,7 @@ def run_attached_engine(
     """
 
     create_engine = partial(create_core, config, attachment.rank, report)
-    serve(attachment, create_engine=create_engine, report=report, on_stop=on_stop)
+    serve(attachment, create_engine=create_engine, report=report, on_stop=on_stop, on_failure=on_failure)
 
 
 def create_core(config: EmbeddedEngine, rank: int, report: Callable[[Status], None]) -> EngineCore:

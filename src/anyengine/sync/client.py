@@ -11,6 +11,8 @@ from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack
 
 from anyengine._client.client import EngineClient
+from anyengine._client.engines.model_info import ModelInfo
+from anyengine._client.reporting import StatisticsSink
 from anyengine._client.request_control import RequestName
 from anyengine._client.requests.stream import RequestStream
 from anyengine._client.session.closing import ShutdownReport
@@ -20,11 +22,11 @@ from anyengine._protocol import ClientState
 from anyengine._text import Tokenizer
 from anyengine.config import EngineSettings
 from anyengine.exceptions import ClientClosedError
-from anyengine.params import SamplingParams
+from anyengine.params import LoRARequest, SamplingParams
 from anyengine.policies import RestartPolicy, RetryPolicy
 
 from .client_thread import Backend, ClientThread
-from .methods import blocking, calling, following, gathering, streaming, submitting
+from .methods import blocking, calling, conversing, following, gathering, streaming, submitting
 from .operations import SyncEngineOperations
 from .streams import SyncRequestStream
 
@@ -50,6 +52,8 @@ class ClientOptions(TypedDict, total=False):
     on_notification: Callable[[Notification], Awaitable[None]] | None
     restart: RestartPolicy | None
     retries: RetryPolicy | None
+    stats_interval_s: float | None
+    stats_sinks: Sequence[StatisticsSink]
     strict: bool
 
 
@@ -170,6 +174,14 @@ class SyncEngineClient(SyncEngineOperations):
         thread = self._running()
         return thread.call(lambda: thread.client.abort(names, timeout_s=timeout_s))
 
+    @blocking(EngineClient.beam_search)
+    def beam_search(self) -> None:
+        """The likeliest answers as a whole; see :meth:`EngineClient.beam_search`."""
+
+    @conversing(EngineClient.input_session)
+    def input_session(self) -> None:
+        """A request whose prompt comes in parts; see :meth:`EngineClient.input_session`."""
+
     @blocking(EngineClient.abort_all)
     def abort_all(self) -> None:
         """:meth:`abort` for every request; see :meth:`EngineClient.abort_all`."""
@@ -197,6 +209,10 @@ class SyncEngineClient(SyncEngineOperations):
     def health(self) -> None:
         """How every rank is; see :meth:`EngineClient.health`."""
 
+    @blocking(EngineClient.check_health)
+    def check_health(self) -> None:
+        """Raise if a rank is not healthy; see :meth:`EngineClient.check_health`."""
+
     @blocking(EngineClient.ping)
     def ping(self) -> None:
         """Ask an engine's main loop for a sign of life; see :meth:`EngineClient.ping`."""
@@ -212,6 +228,14 @@ class SyncEngineClient(SyncEngineOperations):
     @calling(EngineClient.statistics)
     def statistics(self) -> None:
         """Counters of this block; see :meth:`EngineClient.statistics`."""
+
+    @calling(EngineClient.stats)
+    def stats(self) -> None:
+        """The client's figures as they stand; see :meth:`EngineClient.stats`."""
+
+    @blocking(EngineClient.do_log_stats)
+    def do_log_stats(self) -> None:
+        """Log the figures now; see :meth:`EngineClient.do_log_stats`."""
 
     @calling(EngineClient.debug_snapshot)
     def debug_snapshot(self) -> None:
@@ -231,6 +255,16 @@ class SyncEngineClient(SyncEngineOperations):
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; see :attr:`EngineClient.tokenizer`."""
         return self._client.tokenizer
+
+    @property
+    def loras(self) -> Mapping[str, LoRARequest]:
+        """The adapters that this client has had loaded; see :attr:`EngineClient.loras`."""
+        return self._client.loras
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """What is known of the model; see :attr:`EngineClient.model_info`."""
+        return self._client.model_info
 
     @property
     def shutdown_report(self) -> ShutdownReport | None:

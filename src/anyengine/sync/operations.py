@@ -43,6 +43,10 @@ class SyncEngineOperations:
     def wake_up(self) -> None:
         """See :meth:`EngineClient.wake_up`."""
 
+    @entering(EngineClient.sleeping)
+    def sleeping(self) -> None:
+        """``with client.sleeping():``. See :meth:`EngineClient.sleeping`."""
+
     @blocking(EngineClient.is_sleeping)
     def is_sleeping(self) -> None:
         """See :meth:`EngineClient.is_sleeping`."""

@@ -91,6 +91,8 @@ class ToyRunner:
             raise RuntimeError(f"{seq.request_id!r} was started twice")
         if any(getattr(seq.sampling, name) is not None for name in _SCORES):
             raise ValueError("the toy has no log-probabilities")
+        if seq.sampling.structured_outputs is not None:
+            raise ValueError("the toy has no structured_outputs: its tokens are no text")
         self._digests[seq.request_id] = []
 
     def finish(self, request_id: str) -> None:

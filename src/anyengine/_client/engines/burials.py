@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.lowlevel
 
+from anyengine._process.attached import AttachedRank
 from anyengine._process.supervisor import SupervisedEngine
 from anyengine._protocol.suspicion import SENTINEL
 from anyengine.exceptions import EngineDeadError, EngineUnresponsiveError
@@ -25,8 +26,11 @@ __all__ = ["Burials", "RankDeath"]
 
 _logger = logging.getLogger("anyengine.client")
 
-_LAST_WORDS_S = 1.0  # how long a dying engine may take to exit, so that the error can say how it ended
-_LOST_LINK_S = 0.4  # the same for one that has lost a connection: a killed one exits with it, a deaf or mute one never
+_LAST_WORDS_S = 1.0  # how long it may take until everything is here that an ended engine has sent
+_LOST_LINK_S = 0.4  # for one that has lost a connection to end: a killed one does with it, a deaf or mute one never
+_SENTINEL_S = 0.025
+"""For one that has sent ENGINE_CORE_DEAD, its last message, to end, so that the error can say how. Some take long, or
+live on, and whoever waits is not to wait for that: see :meth:`Burials._see_out`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,8 @@ class Burials:
         symptom, kind = self._dying[rank]
         engine = session.engines[rank]
         if kind is EngineDeadError:  # a stuck one does not end
-            with anyio.move_on_after(_LAST_WORDS_S if symptom in (None, SENTINEL) else _LOST_LINK_S):
+            limit_s = _LAST_WORDS_S if symptom is None else _SENTINEL_S if symptom == SENTINEL else _LOST_LINK_S
+            with anyio.move_on_after(limit_s):
                 await engine.wait_ended()
                 await session.liveness.outputs_settled()
         async with self._one_by_one:
@@ -112,12 +117,30 @@ class Burials:
                 ended = suspicion.surplus_outputs() <= 0
             if ended:
                 suspicion.ended(rank)
+            else:
+                session.tasks.start_soon(session.own, self._see_out, rank, engine)
             if self._lose(rank, self.describe(rank, symptom, kind)):
                 session.resume_drain()
             else:
                 session.endpoints.outputs.close()  # nobody listens any more: what still comes must not fill our memory
         if symptom is not None and symptom != SENTINEL and isinstance(engine, SupervisedEngine):
             engine.child.terminate()  # of no use any more, and it would never end by itself
+
+    async def _see_out(self, rank: int, engine: SupervisedEngine | AttachedRank) -> None:
+        """Say how an engine has ended whose death was told before, and take note that it says nothing any more."""
+        session = self._session
+        await engine.wait_ended()
+        if isinstance(engine, SupervisedEngine) and not session.is_left:
+            _logger.warning("%s; its death was told before", engine.death().args[0])
+        if session.ended.is_set():
+            return  # nobody asks who else may have said so
+        await session.liveness.outputs_settled()
+        async with self._one_by_one:
+            if not session.ended.is_set() and session.engines[rank] is engine:
+                await self._read_rest()
+                session.liveness.suspicion.ended(rank)
+                if not session.ended.is_set():
+                    session.resume_drain()
 
     async def read_to_the_end(self) -> None:
         """Take everything that has come over the output socket.

@@ -58,10 +58,16 @@ async def learn_tasks(session: Session) -> None:
 
     Cancellation: what was learnt is kept.
     """
+
+    async def ask(rank: int) -> None:
+        # It may have died since this was to be started. A call that is made behind a death is answered by nobody.
+        if rank not in session.burials.deaths:
+            await _learn_tasks(session, rank, math.inf)
+
     async with anyio.create_task_group() as asking:
         for rank in session.connection.rota.serving:
             if session.connection.limits[rank].tasks is None:
-                asking.start_soon(_learn_tasks, session, rank, math.inf)
+                asking.start_soon(ask, rank)
 
 
 def common_limits(session: Session) -> EngineLimits:
@@ -87,7 +93,7 @@ def limits_of(
         max_model_len=registered.max_model_len,
         vocab_size=facts.vocab_size if facts else None,
         hidden_size=facts.hidden_size if facts else None,
-        tasks=frozenset(("generate",)) if isinstance(engine, EmbeddedEngine) else None,
+        tasks=None,
         lora=started_with("enable_lora") if lora is None else lora,
         prompt_embeds=started_with("enable_prompt_embeds"),
         fault_tolerance=started_with("enable_fault_tolerance"),
@@ -98,9 +104,15 @@ def limits_of(
         tokenizer=not started_with("skip_tokenizer_init", False),
         reasoning=arguments is not None and arguments.reasons,
         trace_replay=started_with("enable_trace_replay", False),
-        structured_outputs_backend="auto" if arguments is None else arguments.structured_outputs_backend,
+        structured_outputs_backend=_structured_outputs_backend(engine),
         pooler=started_with("pooler_config") or {},
     )
+
+
+def _structured_outputs_backend(engine: EngineSettings) -> str:
+    if isinstance(engine, EmbeddedEngine):
+        return "guidance"  # the library is the same
+    return "auto" if engine.understood is None else engine.understood.structured_outputs_backend
 
 
 def _is_vllm(engine: EngineSettings) -> bool:
@@ -116,6 +128,8 @@ def _facts_of(model_dir: str) -> ModelFacts | None:
 
 async def _learn_tasks(session: Session, rank: int, limit_s: float) -> None:
     """Ask what the engine's model can do, and keep what it says."""
+    if session.cause is not None:
+        return
     connection = session.connection
     answered = anyio.Event()
     call, frames = connection.utility("get_supported_tasks", (), rank, answered.set, unchecked=True)

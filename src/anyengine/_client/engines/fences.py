@@ -65,6 +65,9 @@ class Fences:
         """Send a fence to ``rank``. ``on_passed`` is called once: when it was answered, or the rank is no more, and
         holds nothing. Synchronous."""
         session = self._session
+        if session.cause is not None or rank in session.burials.deaths:
+            on_passed()  # nobody would answer: those who wait have been told, or the rank is another engine by then
+            return
         connection, budget = session.connection, session.send_budget
         number, mark_bytes = connection.requests.aborts.fence_sent(rank), budget.sent_bytes(rank)
 

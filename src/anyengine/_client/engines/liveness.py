@@ -39,6 +39,7 @@ class Liveness:
         self.last_step_s: dict[int, float] = {}
         """When each rank sent its last batch of outputs, if it ever did."""
         self.last_statistics: dict[int, SchedulerStats] = {}
+        self.last_statistics_s: dict[int, float] = {}
         self._connections_changed = anyio.Event()
         self._looking_twice = False
         self._unanswered: dict[int, int] = dict.fromkeys(ranks, 0)  # calls of ours, by rank
@@ -96,6 +97,7 @@ class Liveness:
         self.last_step_s[rank] = now_s
         if statistics is not None:
             self.last_statistics[rank] = statistics
+            self.last_statistics_s[rank] = now_s
 
     def silence_s(self, rank: int) -> float:
         """How long ago the last sign of life was."""
@@ -125,6 +127,7 @@ class Liveness:
         self.last_heard_s[rank] = anyio.current_time()
         self.last_step_s.pop(rank, None)
         self.last_statistics.pop(rank, None)
+        self.last_statistics_s.pop(rank, None)
         self.suspicion.returned(rank)
         self.watch(rank)
         self.investigate()

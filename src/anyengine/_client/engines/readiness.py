@@ -29,6 +29,8 @@ class EngineReadiness:
         self._loading = anyio.Lock()
         self._loaded: dict[LoRARequest, None] = {}  # in the order of use, the latest last
         self._holders: dict[int, LoRARequest] = {}  # by adapter id: whom the engine takes it for
+        self.named: dict[str, LoRARequest] = {}
+        """The adapters that were loaded and not removed, by name."""
 
     async def learn_tasks(self) -> None:
         """Ask the engines that were not asked yet for their tasks, once; one that does not tell is taken for one that
@@ -92,16 +94,40 @@ class EngineReadiness:
                 value=adapter,
                 remedy="check the path (on the engine's machine), the rank and the target modules",
             ) from exc
-        self.forget(adapter.lora_int_id)
-        self._holders[adapter.lora_int_id] = adapter
-        if adapter.load_inplace:
-            return  # it asks for a reload, every time
-        self._loaded[adapter] = None
+        self.note_loaded(adapter)
         while len(self._loaded) > room:
             del self._loaded[next(iter(self._loaded))]
+
+    def note_loaded(self, adapter: LoRARequest) -> None:
+        """The engine has loaded it, whoever asked."""
+        self.forget(adapter.lora_int_id)
+        if not adapter.load_inplace:  # else it asks for a reload, every time
+            self._loaded[adapter] = None
+        self._holders[adapter.lora_int_id] = adapter
+        self.named[adapter.lora_name] = adapter
+
+    def by_name(self, name: str) -> LoRARequest:
+        """The adapter of this name.
+
+        Raises:
+            RequestRejected: none of this name has been loaded.
+        """
+        if name in self.named:
+            return self.named[name]
+        known = ", ".join(map(repr, self.named)) or "none"
+        refusal = RequestRejected(
+            f"lora_request={name!r}: no adapter of this name has been loaded; loaded: {known}",
+            parameter="lora_request",
+            value=name,
+            remedy="load it with add_lora(), or give the LoRARequest",
+        )
+        refusal.status = 404  # it is no bad name, but that of something which is not there
+        raise refusal
 
     def forget(self, lora_id: int) -> None:
         """It is unloaded, or replaced by another one of the same id."""
         self._holders.pop(lora_id, None)
+        for name in [name for name, adapter in self.named.items() if adapter.lora_int_id == lora_id]:
+            del self.named[name]
         for adapter in [adapter for adapter in self._loaded if adapter.lora_int_id == lora_id]:
             del self._loaded[adapter]

@@ -15,10 +15,12 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from anyengine._client.engines.model_info import ModelInfo, model_info
 from anyengine._protocol import EngineLimits, check_prompt, num_prompt_tokens, output_budget
 from anyengine._rules import reject
 from anyengine._text import Detokenizer, Tokenizer, settle_structured_outputs, tokenize_bad_words
 from anyengine._wire import (
+    EngineCoreReadyResponse,
     EngineCoreRequest,
     WirePoolingParams,
     WireSamplingParams,
@@ -51,7 +53,8 @@ class RequestBuilder:
 
     def __init__(self, files: ModelFiles, limits: EngineLimits, wire_id_prefix: str) -> None:
         self._model, self._tokenizer, self._trouble = model, tokenizer, _ = files
-        self._wire_id_prefix = wire_id_prefix
+        self.client_id: str = wire_id_prefix
+        """What tells the requests of this session from all others."""
         self._count = 0
         self._eos_token_ids = tokenizer.eos_token_ids if tokenizer else model.eos_token_ids if model else ()
         self.take_limits(limits)
@@ -64,6 +67,10 @@ class RequestBuilder:
         if limits.vocab_size is None and self._tokenizer is not None:
             limits = msgspec.structs.replace(limits, vocab_size=self._tokenizer.vocab_size)
         self.limits: EngineLimits = limits
+
+    def model_info(self, ready: EngineCoreReadyResponse | None) -> ModelInfo:
+        """What the model is; ``ready`` is what the engines have said of themselves."""
+        return model_info(ready, self.limits, self._model, has_tokenizer=self._tokenizer is not None)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -86,6 +93,17 @@ class RequestBuilder:
     def token_texts(self) -> TokenDecoder | None:
         """What tells the texts of single tokens; ``None`` without a tokenizer."""
         return None if self._tokenizer is None else self._tokenizer.token_texts
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends an output, the first if there are several."""
+        return self._eos_token_ids[0] if self._eos_token_ids else None
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of a whole output; empty without a tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     async def encode(self, prompt: Prompt, params: object = None, options: object = None) -> Sequence[int] | Embeddings:
         """The prompt as token ids, unchecked, or as embeddings; long ones are worked on in a worker thread.
@@ -170,7 +188,7 @@ class RequestBuilder:
         self._count += 1
         label = f"request-{self._count}" if label is None else label
         _check_label(label)
-        return label, f"{label}-{self._wire_id_prefix}{self._count:x}"
+        return label, f"{label}-{self.client_id}{self._count:x}"
 
     def note_sent(self, request: EngineCoreRequest) -> None:
         """``request`` is on its way: what it settles for the engine's life is settled."""
@@ -192,7 +210,8 @@ class RequestBuilder:
             return
         multimodal = self._model.multimodal if self._model else None
         checked: dict[str, Any] = check_fields(fields, self.limits, multimodal=multimodal)
-        checked.pop("tokenization_kwargs", None)  # not the engine's
+        for name in ("prompt_text", "tokenization_kwargs"):
+            checked.pop(name, None)  # not the engine's
         if (adapter := checked.pop("lora_request", None)) is not None:
             request.lora_request = lora_to_wire(adapter)
             request.lora_request.load_inplace = False  # done, once, before; vLLM would load it again in every step

@@ -25,12 +25,14 @@ class RequestFields(TypedDict, total=False):
     """Lower runs first; of no effect unless the engine schedules by priority."""
     data_parallel_rank: int | None
     """The rank that shall run it; by default the one whose turn it is."""
-    lora_request: LoRARequest | None
-    """The adapter to use. The first request with it waits until the engine has loaded it."""
+    lora_request: LoRARequest | str | None
+    """The adapter to use, or the name of one that has been loaded. The first request with it waits until the engine has
+    loaded it."""
     cache_salt: str | None
     """Cached prefixes are shared only between requests with the same one."""
     trace_headers: Mapping[str, str] | None
-    """``traceparent`` and its like, for the engine's spans."""
+    """``traceparent`` and its like, for the engine's spans. By default those of the OpenTelemetry span that the calling
+    task is in, if it is in one; ``None``: none."""
     session_id: str | None
     mm_features: Sequence[MultiModalFeatureSpec] | None
     """Images, sounds, ... as a processor of the engine's release made them, in the order of their positions."""
@@ -39,6 +41,8 @@ class RequestFields(TypedDict, total=False):
     reasoning_parser_kwargs: Mapping[str, Any] | None
     kv_hints: KvHintsEnvelope | None
     """For the engine's KV-cache connector."""
+    prompt_text: str | None
+    """The text behind a prompt of token ids: its outputs tell it as ``prompt``. Not sent."""
     tokenization_kwargs: Mapping[str, Any] | None
     """``truncate_prompt_tokens`` (-1: to what the model's length allows), ``truncation_side``,
     ``add_special_tokens``."""
@@ -87,6 +91,7 @@ _RULES: Final[dict[str, Rule]] = {
     "reasoning_ended": flag(optional=True),
     "reasoning_parser_kwargs": mapping(_check_keyword),
     "kv_hints": record(KvHintsEnvelope),
+    "prompt_text": text(optional=True),
     "tokenization_kwargs": mapping(),  # what is in it has been used by now
 }
 

@@ -6,7 +6,7 @@ thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, Literal, cast
 
@@ -15,7 +15,7 @@ import msgspec
 from anyengine._rules import flag, integer, mapping, reject
 from anyengine._text import Tokenizer
 
-__all__ = ["ChatPrompt", "Tokenization", "is_text", "num_chars", "tokenize", "without_dictionary"]
+__all__ = ["ChatPrompt", "TextTokens", "Tokenization", "is_text", "num_chars", "tokenize", "without_dictionary"]
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -28,6 +28,16 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     tools: Sequence[Mapping[str, Any]] | None = None
     documents: Sequence[Mapping[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
+
+
+class TextTokens(list[int]):
+    """Token ids that were text: :attr:`text`."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, token_ids: Iterable[int], text: str) -> None:
+        super().__init__(token_ids)
+        self.text = text
 
 
 class Tokenization(msgspec.Struct, frozen=True):
@@ -61,7 +71,8 @@ class Tokenization(msgspec.Struct, frozen=True):
         limit = max_prompt_tokens if limit == -1 else limit
         if len(token_ids) <= limit:
             return token_ids
-        return token_ids[len(token_ids) - limit :] if self.truncation_side == "left" else token_ids[:limit]
+        kept = token_ids[len(token_ids) - limit :] if self.truncation_side == "left" else token_ids[:limit]
+        return TextTokens(kept, token_ids.text) if isinstance(token_ids, TextTokens) else kept
 
 
 def _side(name: str, value: Any) -> None:
@@ -105,24 +116,25 @@ def num_chars(prompt: str | ChatPrompt) -> int:
     return len(str(prompt.messages))
 
 
-def tokenize(tokenizer: Tokenizer, prompt: str | ChatPrompt, options: Tokenization) -> list[int]:
+def tokenize(tokenizer: Tokenizer, prompt: str | ChatPrompt, options: Tokenization) -> TextTokens:
     """The token ids of ``prompt``, not truncated. Blocks in proportion to its length.
 
     Raises:
         RequestRejected: it is not Unicode text, or the chat template refuses it.
     """
     if isinstance(prompt, str):
-        return tokenizer.encode(prompt, add_special_tokens=options.add_special_tokens)
+        return TextTokens(tokenizer.encode(prompt, add_special_tokens=options.add_special_tokens), prompt)
     variables: dict[str, Any] = {"strftime_now": lambda form: datetime.now().astimezone().strftime(form)}
     variables |= cast("dict[str, Any]", prompt.chat_template_kwargs or {})
     if prompt.tools is not None:
         variables["tools"] = list(prompt.tools)
     if prompt.documents is not None:
         variables["documents"] = list(prompt.documents)
-    return tokenizer.encode_chat(
+    text = tokenizer.render_chat(
         prompt.messages,
         add_generation_prompt=prompt.add_generation_prompt,
         continue_final_message=prompt.continue_final_message,
         chat_template=prompt.chat_template,
         **variables,
     )
+    return TextTokens(tokenizer.encode(text, add_special_tokens=False), text)  # the template writes special tokens

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from anyengine.outputs import RequestMetrics, RequestOutput, TokenDecoder
+from anyengine.outputs import RequestOutput, TokenDecoder
 from anyengine.params import OutputKind, SamplingParams
 
 from .scores import ScoredRequestState, Scores
@@ -30,6 +30,7 @@ class Completion:
         "_detokenizer",
         "_everything",
         "_num_prompt_tokens",
+        "_plain",
         "_scores",
         "_shows_stop",
         "_text",
@@ -57,8 +58,9 @@ class Completion:
         self._shows_stop = params.include_stop_str_in_output
         self._num_prompt_tokens = num_prompt_tokens
         self._scores = Scores(params, decode) if isinstance(state, ScoredRequestState) else None
-        self._token_ids: list[int] = []
+        self._token_ids: list[int] = state.taken
         self._text: list[str] = []
+        self._plain = not self._everything and self._scores is None and state.stopper is None
 
     def take(self, num_running: int = 0, *, everything: bool = False) -> RequestOutput:
         """Empty the merge buffer into an output. Synchronous, so nothing can be lost between the buffer and the caller.
@@ -69,6 +71,24 @@ class Completion:
         state = self.state
         finished = state.finish_reason is not None
         ids = state.token_ids or []
+        if self._plain and not finished and not everything and state.details is None:
+            # The hot loop, the middle of a stream of deltas: what follows does the same, in more calls.
+            text = "" if self._detokenizer is None else self._detokenizer.push(ids)
+            state.token_ids, state.readable, state.unmarked = None, state.error is not None, 0
+            self._token_ids += ids
+            if text:
+                self._text.append(text)
+            return RequestOutput(
+                state.label,
+                text,
+                ids,
+                self._num_prompt_tokens,
+                len(self._token_ids),
+                num_running,
+                self.index,
+                state.facts or state.make_facts(),
+                state.latest_token_s,
+            )
         text = self._detokenize(ids, finished=finished)
         self._keep(state, ids, text)
         self.over = finished
@@ -121,24 +141,14 @@ class Completion:
             stop_reason=state.stop_reason,
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=len(self._token_ids),
-            num_cached_tokens=state.num_cached_tokens,
             num_running=num_running,
+            facts=state.facts or state.make_facts(),
+            last_token_s=state.latest_token_s,
         )
         # Not in the same call: what few requests have would double what an output without it costs.
         if state.stopper is not None:
             output = replace(output, num_held_tokens=state.stopper.num_held_tokens)
-        if state.finish_reason is not None:
-            output = replace(output, metrics=_metrics(state, len(self._token_ids)))
+        if state.details is not None:
+            finished, count = state.finish_reason is not None, len(self._token_ids)
+            output = replace(output, details=state.details.take(count, finished=finished, everything=everything))
         return output if self._scores is None else replace(output, **self._scores.fields(everything=everything))
-
-
-def _metrics(state: RequestState, num_output_tokens: int) -> RequestMetrics:
-    first, last = state.first_token_s, state.latest_token_s
-    return RequestMetrics(
-        rank=state.rank,
-        queued_s=state.queued_s,
-        first_token_s=None if first is None else first - state.sent_s,
-        mean_token_gap_s=None if first is None or num_output_tokens < 2 else (last - first) / (num_output_tokens - 1),
-        total_s=state.ended_s - state.sent_s,
-        num_preemptions=state.num_preemptions,
-    )

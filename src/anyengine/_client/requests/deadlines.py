@@ -22,7 +22,7 @@ from anyengine._wire import EngineCoreOutput
 from anyengine.exceptions import RequestTimeout
 
 from .scores import ScoredRequestState
-from .state import RequestState
+from .state import BatchClock, RequestState
 
 __all__ = ["Deadlines", "TimedRequestState", "TimedScoredRequestState", "Timeouts", "time_limits"]
 
@@ -91,10 +91,11 @@ class _Timed:
 
     __slots__ = ()
     last_token_s: float | None
+    clock: BatchClock
 
     def push(self, output: EngineCoreOutput) -> bool:
         if output.new_token_ids:
-            self.last_token_s = anyio.current_time()  # type: ignore[misc]  # the slot is the subclass's
+            self.last_token_s = self.clock.loop_now_s  # type: ignore[misc]  # the slot is the subclass's
         stopped: bool = super().push(output)  # type: ignore[misc]
         return stopped
 
@@ -104,8 +105,8 @@ class TimedRequestState(_Timed, RequestState):
 
     __slots__ = ("last_token_s",)
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, clock: BatchClock | None = None) -> None:
+        super().__init__(*args, clock=clock)
         self.last_token_s = None
 
 
@@ -114,8 +115,8 @@ class TimedScoredRequestState(_Timed, ScoredRequestState):
 
     __slots__ = ("last_token_s",)
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, clock: BatchClock | None = None) -> None:
+        super().__init__(*args, clock=clock)
         self.last_token_s = None
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import cast
 
 import anyio
 
@@ -21,6 +22,7 @@ from anyengine._client.engines.readiness import EngineReadiness
 from anyengine._client.inputs.prompts import Embeddings, Prompt, embeddings_bytes
 from anyengine._client.inputs.request_builder import RequestBuilder
 from anyengine._client.inputs.request_fields import RequestFields
+from anyengine._client.inputs.tracing import current_trace_headers
 from anyengine._client.session.wakeup import Parker, make_parker
 from anyengine._protocol import num_prompt_tokens
 from anyengine._wire import EngineCoreRequest
@@ -33,16 +35,18 @@ from anyengine.exceptions import (
 from anyengine.params import LoRARequest, PoolingParams, SamplingParams
 from anyengine.policies import RetryPolicy
 
+from .account import RequestAccount
 from .admission import Admission, AdmissionSettings, Ticket
 from .completion import Completion
 from .deadlines import Deadlines, TimedRequestState, TimedScoredRequestState, Timeouts
 from .dropped import DroppedRequests
+from .facts import facts_of
 from .fan_out import ChildParker, Completions, children_of
 from .output_processor import OutputProcessor
 from .refusals import in_users_words
 from .resubmission import Resubmissions, state_of
 from .scores import ScoredRequestState, wants_scores
-from .state import PooledRequestState, RequestState
+from .state import BatchClock, PooledRequestState, RequestState
 from .stopping import Stopper
 
 __all__ = ["RequestDesk"]
@@ -55,7 +59,7 @@ class RequestDesk:
     def __init__(
         self, core: EngineCoreClient, admission: AdmissionSettings, retries: RetryPolicy | None = None
     ) -> None:
-        self._core = core
+        self.core = core
         self._session = core.session
         self._builder: RequestBuilder | None = None
         self._readiness = EngineReadiness(core)
@@ -65,6 +69,7 @@ class RequestDesk:
         self.admission: Admission = Admission(self._session, admission)
         self.resubmissions: Resubmissions = Resubmissions(core, self.admission, retries)
         self.request_timeouts: int = 0
+        self.account: RequestAccount = RequestAccount()
         self._ends_awaited = 0
         self._ends = anyio.Event()
         self._session.on_room = self._look
@@ -108,7 +113,7 @@ class RequestDesk:
 
         Cancellation: returns at once.
         """
-        self._core.usable_session()
+        self.core.usable_session()
         builder = self.builder
         await self.admission.enter(ticket)
         if ticket.aborted:
@@ -117,10 +122,10 @@ class RequestDesk:
             await self._readiness.learn_tasks()
             builder.take_limits(common_limits(self._session))
         prepared = await builder.encode(prompt, params, fields.get("tokenization_kwargs"))
-        adapter = fields.get("lora_request")
+        adapter = cast("LoRARequest | None", fields.get("lora_request"))  # names are settled
         if adapter is not None and not self._readiness.has_loaded(adapter):
             # All else is checked before anything is sent; by now the engine may be dead.
-            self._core.usable_session()
+            self.core.usable_session()
             request = builder.build(prepared, params, ticket.label, fields)
             request.lora_request = None
             with in_users_words(request.external_req_id or ""):
@@ -146,11 +151,26 @@ class RequestDesk:
         Raises:
             EngineDeadError: the engine died, or the client is closed.
         """
-        self._core.usable_session()
+        self.core.usable_session()
 
-    def forget_adapter(self, lora_id: int) -> None:
-        """The engine is told to unload it."""
-        self._readiness.forget(lora_id)
+    @property
+    def adapters(self) -> EngineReadiness:
+        """Which adapters are loaded."""
+        return self._readiness
+
+    def settled(self, fields: RequestFields) -> RequestFields:
+        """``fields`` with what is meant by an adapter's name, and with the trace context of the calling task where
+        none is given.
+
+        Raises:
+            RequestRejected: no adapter of that name has been loaded.
+        """
+        changes: RequestFields = {}
+        if isinstance(name := fields.get("lora_request"), str):
+            changes["lora_request"] = self._readiness.by_name(name)
+        if "trace_headers" not in fields and (headers := current_trace_headers()) is not None:
+            changes["trace_headers"] = headers
+        return {**fields, **changes} if changes else fields
 
     def send(
         self,
@@ -162,6 +182,7 @@ class RequestDesk:
         started_s: float = 0.0,
     ) -> Completions:
         """Check, register and send one request, with all its completions. Synchronous: it is owned when this returns.
+        (A prompt that was text has it as an attribute.)
 
         Raises:
             RequestRejected: bad input; nothing was sent.
@@ -171,6 +192,9 @@ class RequestDesk:
         timed = timeouts is not None and timeouts.needs_tokens_timed
         completions = self._completions(request, params, timed=timed)
         states = completions.states
+        asked = facts_of(request, prompt, fields)
+        for state in states:
+            state.asked, state.weights, state.account = asked, self._processor.weights, self.account
         try:
             for child, state in zip(children_of(request, params.n), states, strict=True):
                 self._add(child, state)
@@ -193,7 +217,10 @@ class RequestDesk:
             EngineDeadError: the engine died, or the client is closed.
         """
         request = self.builder.build(prompt, params, label, fields)
-        state = PooledRequestState(request.request_id, request.external_req_id or "", make_parker())
+        state = PooledRequestState(
+            request.request_id, request.external_req_id or "", make_parker(), clock=self._processor.clock
+        )
+        state.asked, state.account = facts_of(request, prompt, fields), self.account
         self._add(request, state)
         return state, num_prompt_tokens(request)
 
@@ -213,6 +240,25 @@ class RequestDesk:
         state.aborted()
         return state
 
+    def completion(
+        self,
+        request: EngineCoreRequest,
+        prompt: Sequence[int] | Embeddings,
+        params: SamplingParams,
+        fields: RequestFields,
+        parker: Parker,
+    ) -> Completion:
+        """Where the one answer to ``request`` goes, which is sent by whoever calls."""
+        builder, length = self.builder, num_prompt_tokens(request)
+        state = _make_state(request, parker, params, length, self._processor.clock, timed=False)
+        state.asked, state.weights, state.account = (
+            facts_of(request, prompt, fields),
+            self._processor.weights,
+            self.account,
+        )
+        decode = builder.token_texts if params.detokenize else None
+        return Completion(0, state, params, builder.detokenizer(request, params), length, decode)
+
     def _completions(self, request: EngineCoreRequest, params: SamplingParams, *, timed: bool) -> Completions:
         builder, parker, woken = self.builder, make_parker(), deque[int]()
         length, decode = num_prompt_tokens(request), builder.token_texts if params.detokenize else None
@@ -220,7 +266,7 @@ class RequestDesk:
         for index, child in enumerate(children_of(request, params.n)):
             detokenizer = builder.detokenizer(request, params)
             waker = parker if params.n == 1 else ChildParker(index, parker, woken)
-            state = _make_state(child, waker, params, length, timed=timed)
+            state = _make_state(child, waker, params, length, self._processor.clock, timed=timed)
             if params.stop and detokenizer is not None:
                 state.stopper = Stopper(params, detokenizer)
             found.append(Completion(index, state, params, detokenizer, length, decode))
@@ -233,7 +279,7 @@ class RequestDesk:
     def abort(self, states: Sequence[RequestState]) -> tuple[str, ...]:
         """Abort requests in the engine and give their consumers the final item; the wire ids of those that were alive.
         Synchronous."""
-        return self._core.abort([state.wire_id for state in states]) + self.resubmissions.withdraw(states)
+        return self.core.abort([state.wire_id for state in states]) + self.resubmissions.withdraw(states)
 
     def live(self) -> list[RequestState]:
         """The requests that have not ended."""
@@ -315,15 +361,21 @@ class RequestDesk:
 
 
 def _make_state(
-    request: EngineCoreRequest, parker: Parker, params: SamplingParams, num_prompt_tokens: int, *, timed: bool
+    request: EngineCoreRequest,
+    parker: Parker,
+    params: SamplingParams,
+    num_prompt_tokens: int,
+    clock: BatchClock,
+    *,
+    timed: bool,
 ) -> RequestState:
     """Where the outputs of a request go: the plain one, unless it asks for more than tokens."""
     wire_id, label = request.request_id, request.external_req_id or ""
     if wants_scores(params):
         scored = TimedScoredRequestState if timed else ScoredRequestState
-        state: RequestState = scored(wire_id, label, parker, params, num_prompt_tokens)
+        state: RequestState = scored(wire_id, label, parker, params, num_prompt_tokens, clock=clock)
     else:
-        state = (TimedRequestState if timed else RequestState)(wire_id, label, parker)
+        state = (TimedRequestState if timed else RequestState)(wire_id, label, parker, clock=clock)
     if params.stream_interval is not None:
         state.interval = params.stream_interval
     return state

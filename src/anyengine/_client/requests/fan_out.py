@@ -63,11 +63,11 @@ class Completions:
     Invariant: the index of a child that has something to read, or has ended and was not taken, is in ``woken``.
     """
 
-    __slots__ = ("_all", "_failed", "_num_open", "_only", "_woken", "parker")
+    __slots__ = ("_all", "_failed", "_num_open", "_woken", "only", "parker")
 
     def __init__(self, completions: Sequence[Completion], parker: Parker, woken: deque[int]) -> None:
         self._all = completions
-        self._only = completions[0] if len(completions) == 1 else None
+        self.only: Completion | None = completions[0] if len(completions) == 1 else None
         self._num_open = len(completions)
         self._failed: EngineError | None = None
         self._woken = woken
@@ -99,8 +99,8 @@ class Completions:
 
     def ready(self, *, gather: bool) -> bool:
         """Whether there is something to take, or an error to raise; with ``gather``, only when all have ended."""
-        if self._only is not None:
-            state = self._only.state
+        if self.only is not None:
+            state = self.only.state
             return state.ended or (state.readable and not gather)
         if gather:
             return self.ended
@@ -110,8 +110,8 @@ class Completions:
         """The error that ends the request as a whole, once there is nothing to take before it."""
         if gather:
             return next((one.state.error for one in self._all if one.state.error is not None), None)
-        if self._only is not None:  # the hot loop: one look, and no call
-            state = self._only.state
+        if self.only is not None:  # the hot loop: one look, and no call
+            state = self.only.state
             return None if state.error is None or state.token_ids else state.error
         return self._failed if self._next() is None else None
 
@@ -119,7 +119,7 @@ class Completions:
         """The next item: of the completion that has had something for longest; with ``gather``, all of all."""
         if gather:
             return self._take_all()
-        one = self._only or self._next()
+        one = self.only or self._next()
         assert one is not None
         if self._woken:
             self._woken.popleft()

@@ -164,7 +164,7 @@ class RequestGroup:
         Raises:
             StopAsyncIteration: every prompt has been answered, or the group was closed.
             EngineError: with ``on_error="raise"``: a request failed, in the way that :class:`RequestStream` explains;
-                all others are aborted. Again on every further call.
+                ``prompt_index`` says which. All others are aborted. Again on every further call.
             BusyResourceError: another task is iterating.
 
         Cancellation: aborts all requests in one go, unless the group was entered with ``async with``, whose end then
@@ -267,6 +267,8 @@ class RequestGroup:
         return True
 
     def _fail(self, index: int, error: EngineError) -> None:
+        error.prompt_index = index
+        error.add_note(f"it was prompt {index} of those given to generate_many()")
         if not self._collects:
             raise error
         self._results[index] = error

@@ -22,6 +22,7 @@ from anyengine._wire import EngineCoreOutput, OutputBatch
 from anyengine.exceptions import EngineDeadError, OutputProcessingError
 
 from .resubmission import state_of
+from .state import BatchClock
 
 __all__ = ["OutputProcessor"]
 
@@ -39,9 +40,13 @@ class OutputProcessor:
         self._core = core
         self._on_end = on_end
         self._session = core.session
+        self.clock: BatchClock = BatchClock()
+        """Of the outputs that are being given out."""
         self._rest: Sequence[EngineCoreOutput] = ()  # of the batch that is being processed
         self._next_row = 0
         self._rows_done = 0
+        self.weights: dict[int, str] = {}
+        """The label of the weights that sampled the latest batch of each rank."""
 
     async def run(self) -> None:
         """Process until the session ends, whose cause goes to ``on_end``, behind everything else."""
@@ -73,6 +78,8 @@ class OutputProcessor:
         """Process one item of the session's feed, or begin with it."""
         session = self._session
         if isinstance(item, OutputBatch):
+            if item.weight_version is not None and item.weight_version != self.weights.get(item.engine_index):
+                self._note_weights(item.engine_index, item.weight_version)
             if len(item.outputs) <= _CHUNK_ROWS:
                 self._dispatch(item.outputs)
             else:
@@ -89,6 +96,13 @@ class OutputProcessor:
         else:
             assert isinstance(item, FencePassed)
             session.fences.passed(item.rank, item.number)
+
+    def _note_weights(self, rank: int, version: str) -> None:
+        """From this batch on, the tokens of ``rank`` are those of other weights."""
+        for entry in self._session.connection.requests.live.values():
+            if entry.rank == rank and (state := state_of(entry.consumer)) is not None:
+                state.note_weights(version)
+        self.weights[rank] = version
 
     def _work_for_a_slice(self) -> None:
         feed = self._session.feed
@@ -112,6 +126,7 @@ class OutputProcessor:
 
     def _dispatch(self, rows: Sequence[EngineCoreOutput]) -> None:
         self._rows_done += len(rows)
+        self.clock.now_s, self.clock.loop_now_s = time.monotonic(), anyio.current_time()
         session, requests = self._session, self._session.connection.requests
         for entry, exc in requests.dispatch(rows):
             self._core.abort([entry.request_id])

@@ -15,10 +15,19 @@ import anyio.lowlevel
 from anyengine._client.core_client import EngineCoreClient
 from anyengine._protocol import OutputConsumer, continued, why_not_replayed
 from anyengine._wire import EngineCoreOutput, EngineCoreRequest, finish_reason_name
-from anyengine.exceptions import ClientClosedError, EngineDeadError, EngineError, OverloadedError
+from anyengine.exceptions import (
+    ClientClosedError,
+    EngineDeadError,
+    EngineError,
+    OverloadedError,
+    RequestFailed,
+    UtilityError,
+)
 from anyengine.policies import RetryPolicy
 
 from .admission import Admission
+from .refusals import in_users_words
+from .session_consumer import SessionConsumer
 from .state import RequestState
 
 __all__ = ["Resubmissions", "Submission", "state_of"]
@@ -79,7 +88,7 @@ class Submission:
     def sent(self, request: EngineCoreRequest, rank: int) -> None:
         """``request``, the next one, has been sent."""
         self.state.attempts += 1
-        self.state.wire_id, self.state.rank = request.request_id, rank
+        self.state.moved(request.request_id, rank)
         self._had = len(self.received)
 
     def why_not(self) -> str | None:
@@ -101,7 +110,7 @@ class Submission:
 
 def state_of(consumer: OutputConsumer) -> RequestState | None:
     """The state behind a consumer in the registry, if it is one of a request of ours."""
-    if isinstance(consumer, Submission):
+    if isinstance(consumer, Submission | SessionConsumer):
         return consumer.state
     return consumer if isinstance(consumer, RequestState) else None
 
@@ -201,7 +210,8 @@ class Resubmissions:
                 if not self._waits(state):
                     return
                 request = submission.next_request()
-                submission.sent(request, self._core.put(request, submission))
+                with in_users_words(submission.label):
+                    submission.sent(request, self._core.put(request, submission))
                 self._leave(state)
             except (EngineDeadError, OverloadedError) as exc:
                 if self._is_hopeless(rank):
@@ -253,5 +263,13 @@ class Resubmissions:
         connection = self._session.connection
         lacking = [rank for rank in connection.rota.serving if adapter.lora_int_id not in connection.adapters.of(rank)]
         if lacking:
-            await self._core.utility_on(lacking, "add_lora", adapter)
+            try:
+                await self._core.utility_on(lacking, "add_lora", adapter)
+            except UtilityError as exc:
+                raise RequestFailed(
+                    f"request {request.external_req_id!r} cannot go on: the engine that was started again cannot load "
+                    f"its LoRA adapter {adapter.lora_name!r} from {adapter.lora_path!r}: {exc}",
+                    code="adapter_lost",
+                    request_id=request.external_req_id,
+                ) from exc
         return bool(lacking)

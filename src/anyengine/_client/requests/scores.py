@@ -15,7 +15,7 @@ from anyengine._wire import EngineCoreOutput, LogprobsLists, LogprobsTensors, Te
 from anyengine.outputs import FlatLogprobs, TokenDecoder
 from anyengine.params import SamplingParams
 
-from .state import RequestState
+from .state import BatchClock, RequestState
 
 if TYPE_CHECKING:
     from anyengine._client.session.wakeup import Parker
@@ -123,9 +123,16 @@ class ScoredRequestState(RequestState):
     )
 
     def __init__(
-        self, wire_id: str, label: str, parker: Parker, params: SamplingParams, num_prompt_tokens: int
+        self,
+        wire_id: str,
+        label: str,
+        parker: Parker,
+        params: SamplingParams,
+        num_prompt_tokens: int,
+        *,
+        clock: BatchClock | None = None,
     ) -> None:
-        super().__init__(wire_id, label, parker)
+        super().__init__(wire_id, label, parker, clock=clock)
         self._params = params
         self._keep = _columns(len(params.logprob_token_ids) if params.logprob_token_ids else params.logprobs)
         self._keep_prompt = _columns(params.prompt_logprobs)

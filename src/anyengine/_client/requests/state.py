@@ -7,19 +7,45 @@ wake are the client's hot loop.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from time import monotonic
+from types import MappingProxyType
+from typing import Final
+
+import msgspec
 
 from anyengine._client.session.wakeup import Parker
-from anyengine._wire import EngineCoreOutput, Tensor, finish_reason_name
+from anyengine._wire import EngineCoreOutput, PrefillStats, Tensor, finish_reason_name
 from anyengine.exceptions import EngineError, RequestFailed
+from anyengine.outputs import PrefillUsage, RequestFacts
 
+from .account import RequestAccount
+from .details import DetailCollector
 from .stopping import Stopper
 
-__all__ = ["PooledRequestState", "RequestState"]
+__all__ = ["BatchClock", "PooledRequestState", "RequestState"]
 
 _ABORT = "abort"
 _ERROR = "error"
 _QUEUED, _SCHEDULED, _PREEMPTED = 1, 2, 3
+_LAST_DETAILS: Final = ("kv_transfer_params", "ec_transfer_params", "spec_decode_metrics", "surplus")
+_NO_FACTS: Final = RequestFacts()
+_NO_WEIGHTS: Final[Mapping[int, str]] = MappingProxyType({})
+
+
+class BatchClock:
+    """When the outputs came that are being given out: looked at once for many of them. Owned by whoever gives them out,
+    and read by all states.
+
+    ``now_s`` is on the monotonic clock, ``loop_now_s`` on that of the event loop.
+    """
+
+    __slots__ = ("loop_now_s", "now_s")
+
+    def __init__(self) -> None:
+        self.now_s = monotonic()
+        self.loop_now_s = -math.inf
 
 
 class RequestState:
@@ -31,29 +57,38 @@ class RequestState:
 
     __slots__ = (
         "abort_expected",
+        "account",
+        "asked",
         "attempts",
+        "clock",
+        "details",
         "ended_s",
         "error",
+        "facts",
         "finish_reason",
         "first_token_s",
         "interval",
+        "is_corrupted",
         "label",
         "latest_token_s",
-        "num_cached_tokens",
         "num_preemptions",
         "parker",
+        "prefill",
         "queued_s",
         "rank",
         "readable",
         "sent_s",
         "stop_reason",
         "stopper",
+        "taken",
         "token_ids",
         "unmarked",
+        "weights",
         "wire_id",
     )
 
-    def __init__(self, wire_id: str, label: str, parker: Parker) -> None:
+    def __init__(self, wire_id: str, label: str, parker: Parker, *, clock: BatchClock | None = None) -> None:
+        self.clock = clock or BatchClock()
         self.rank = 0
         """The rank that runs it."""
         self.wire_id = wire_id
@@ -62,6 +97,17 @@ class RequestState:
         self.label = label
         self.parker = parker
         self.token_ids: list[int] | None = None
+        self.taken: list[int] = []
+        """What has been taken of the tokens; its consumer's own list."""
+        self.account: RequestAccount | None = None
+        """Where it is counted when it has ended; ``None``: nowhere, since it was never sent."""
+        self.asked: RequestFacts = _NO_FACTS
+        """What is known of the request before it is sent."""
+        self.details: DetailCollector | None = None
+        self.weights: Mapping[int, str] = _NO_WEIGHTS
+        """The label of the weights of each rank, as of its latest batch."""
+        self.facts: RequestFacts | None = None
+        """What :meth:`make_facts` has made, if it still holds."""
         self.readable = False
         """Whether the consumer shall be given what has arrived."""
         self.interval = 1
@@ -72,8 +118,9 @@ class RequestState:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: EngineError | None = None
-        self.num_cached_tokens = 0
+        self.prefill: PrefillStats | None = None
         self.num_preemptions = 0
+        self.is_corrupted = False
         self.queued_s: float | None = None
         self.sent_s = self.latest_token_s = self.ended_s = monotonic()
         self.first_token_s: float | None = None
@@ -85,23 +132,69 @@ class RequestState:
         """Whether nothing will be added any more."""
         return self.finish_reason is not None or self.error is not None
 
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens have arrived."""
+        return len(self.taken) + len(self.token_ids or ())
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """How many of the prompt's tokens came from a cache."""
+        return 0 if self.prefill is None else self.prefill.num_cached_tokens
+
+    def make_facts(self) -> RequestFacts:
+        """What its outputs have in common as things stand: the same record until something changes."""
+        if self.facts is None:
+            prefill = self.prefill
+            self.facts = msgspec.structs.replace(
+                self.asked,
+                rank=self.rank,
+                queued_ts=self.sent_s,
+                scheduled_ts=None if self.queued_s is None else self.sent_s + self.queued_s,
+                first_token_ts=self.first_token_s,
+                ended_ts=self.ended_s if self.ended else None,
+                num_preemptions=self.num_preemptions,
+                is_corrupted=self.is_corrupted,
+                prefill=None if prefill is None else msgspec.convert(prefill, PrefillUsage, from_attributes=True),
+            )
+        return self.facts
+
+    def moved(self, wire_id: str, rank: int) -> None:
+        """It has been sent again."""
+        self.wire_id, self.rank, self.facts = wire_id, rank, None
+
+    def note_weights(self, version: str) -> None:
+        """The weights of its engine are others from the next token on."""
+        former = self.weights.get(self.rank)
+        if self.details is None:
+            self.details = DetailCollector()
+            if former is not None:
+                self.details.weights(former, 0)
+        self.details.weights(version, self.num_tokens)
+
     def push(self, output: EngineCoreOutput) -> bool:
-        """Take one output from the engine; whether the request ends here, although the engine would go on."""
+        """Take one output from the engine; whether the request ends here, although the engine would go on.
+
+        The hot loop: one call for each output, and no other in the middle of a stream, save for the wake-up."""
         stopped = self.stopper is not None and self.stopper.look(output)
         ids = output.new_token_ids
+        if output.new_sampling_mask is not None or output.routed_experts is not None or output.num_nans_in_logits:
+            self._note_details(output)
         if self.token_ids is None:
             self.token_ids = ids
         else:
             self.token_ids += ids
         if ids:
-            self.latest_token_s = monotonic()
+            self.latest_token_s = self.clock.now_s
         if output.prefill_stats is not None:
-            self.num_cached_tokens = output.prefill_stats.num_cached_tokens
+            self.prefill, self.facts = output.prefill_stats, None
         if output.events is not None:
             self._note_events(output)
         if output.finish_reason is not None:
             self._finish(output)
-        if self._is_due(len(ids)):
+            if self.account is not None:
+                self.account.close(self)
+        if (self.interval == 1 and self.first_token_s is not None) or self._is_due(len(ids)):
             self.readable = True
             self.parker.wake()
         return stopped
@@ -122,7 +215,9 @@ class RequestState:
     def _end(self) -> None:
         if self.stopper is not None:
             self.stopper.end()
-        self.ended_s = monotonic()
+        self.ended_s, self.facts = monotonic(), None
+        if self.account is not None:
+            self.account.close(self)
         self.readable = True
         self.parker.wake()
 
@@ -130,7 +225,7 @@ class RequestState:
         """Whether the consumer shall have an item now: at the first tokens, at every ``interval`` and at the end."""
         if self.first_token_s is None:
             if num_tokens:
-                self.first_token_s = self.latest_token_s
+                self.first_token_s, self.facts = self.latest_token_s, None
             return True
         if self.interval == 1 or self.ended:
             return True
@@ -148,9 +243,27 @@ class RequestState:
             self.num_preemptions += event.type == _PREEMPTED
         if self.queued_s is None and _QUEUED in times and _SCHEDULED in times:
             self.queued_s = times[_SCHEDULED] - times[_QUEUED]
+        self.facts = None
+
+    def _note_details(self, output: EngineCoreOutput) -> None:
+        if output.num_nans_in_logits:
+            self.is_corrupted, self.facts = True, None
+        if self.details is None:
+            self.details = DetailCollector()
+        self.details.step(output)
+
+    def _note_last_details(self, output: EngineCoreOutput) -> None:
+        """What comes with the end, if anything does."""
+        version = self.weights.get(self.rank)
+        if self.details is None:
+            if version is None and not any(getattr(output, name) for name in _LAST_DETAILS):
+                return
+            self.details = DetailCollector()
+        self.details.last(output, version)
 
     def _finish(self, output: EngineCoreOutput) -> None:
-        self.ended_s = monotonic()
+        self.ended_s, self.facts = monotonic(), None
+        self._note_last_details(output)
         reason = finish_reason_name(output.finish_reason)
         if reason == _ERROR:
             detail = output.error
@@ -178,8 +291,8 @@ class PooledRequestState(RequestState):
 
     __slots__ = ("data",)
 
-    def __init__(self, wire_id: str, label: str, parker: Parker) -> None:
-        super().__init__(wire_id, label, parker)
+    def __init__(self, wire_id: str, label: str, parker: Parker, *, clock: BatchClock | None = None) -> None:
+        super().__init__(wire_id, label, parker, clock=clock)
         self.data: Tensor | None = None
 
     def push(self, output: EngineCoreOutput) -> bool:

@@ -17,15 +17,17 @@ import anyio
 from anyengine._client.inputs.prompts import Embeddings, Prompt
 from anyengine._client.inputs.request_fields import RequestFields
 from anyengine._client.session.wakeup import EndBell
+from anyengine._text.output_parsers import OutputParser
 from anyengine.exceptions import EngineDeadError, EngineError, OutputProcessingError, RequestError
 from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind, SamplingParams
 
 from .admission import Ticket
+from .completion import Completion
 from .deadlines import Timeouts
 from .desk import RequestDesk
 from .fan_out import Completions
-from .stream_views import TextStream, TokenStream
+from .stream_views import ParsedStream, TextStream, TokenStream
 
 __all__ = ["RequestStream"]
 
@@ -55,6 +57,8 @@ class RequestStream:
         self._desk: RequestDesk | None = None  # of the session that the request was sent in
         self._prompt = prompt
         self._params = params
+        self.output_kind: OutputKind = params.output_kind
+        """What each of its items holds."""
         self._fields = fields
         self._limits_s = limits_s
         self._nowait = nowait
@@ -64,6 +68,7 @@ class RequestStream:
         self._abort_asked = False
         self._completions: Completions | None = None
         self._gather = params.output_kind is OutputKind.FINAL_ONLY
+        self._one: Completion | None = None  # the only one, while its items are taken as they come
         self._owned_by_block = False
         self._busy = False
         self._over = False
@@ -96,17 +101,10 @@ class RequestStream:
         return () if self._completions is None else tuple(state.wire_id for state in self._completions.states)
 
     @property
-    def output_kind(self) -> OutputKind:
-        """What each of its items holds."""
-        return self._params.output_kind
-
-    @property
     def lag(self) -> int:
         """How many tokens have arrived and have not been taken: how far the consumer is behind. They wait in one
         merged piece."""
         return 0 if self._completions is None else self._completions.lag
-
-    # ------------------------------------------------------------------- context
 
     async def __aenter__(self) -> Self:
         """Send the request, if it has not been sent.
@@ -138,6 +136,7 @@ class RequestStream:
         num_seqs = self._params.n
         self._ticket = ticket = desk.ticket(self._prompt, self._label, num_seqs=num_seqs, nowait=self._nowait)
         try:
+            self._fields = desk.settled(self._fields)
             timeouts = Timeouts.of(**self._limits_s) if self._limits_s else None
             started_s = 0.0
             if timeouts is None:
@@ -183,6 +182,8 @@ class RequestStream:
         self._completions = completions
         self._desk = desk
         self._label = completions.states[0].label
+        if not self._gather:
+            self._one, self._park = completions.only, completions.parker.park
         if self._on_end is not None:
             for state in completions.states:
                 state.parker = EndBell(completions, self._on_end)
@@ -198,7 +199,7 @@ class RequestStream:
 
         Cancellation: see :meth:`__anext__`.
         """
-        self._gather = True
+        self._gather, self._one = True, None
         if not self._over:
             return await anext(self)
         if self._error is not None:
@@ -215,6 +216,16 @@ class RequestStream:
         """
         self._check_single()
         return TextStream(self, self._params.output_kind)
+
+    def parsed(self, parser: OutputParser) -> ParsedStream:
+        """The stream as ``parser`` takes its text apart: reasoning, content, tool calls; see :func:`output_parser`.
+
+        Tags that the tokenizer calls special are only in the text with ``skip_special_tokens=False``.
+
+        Raises:
+            ValueError: the request has several completions, whose texts would be mixed.
+        """
+        return ParsedStream(self.text_stream(), parser)
 
     def token_stream(self) -> TokenStream:
         """The stream as single tokens.
@@ -287,27 +298,6 @@ class RequestStream:
                 source=self,
             )
 
-    async def wait_ready(self) -> None:
-        """Wait until :meth:`__anext__` does not wait any more; the request is sent, if that was not done. For a
-        consumer in another thread, who takes when it has time, and then all that has arrived.
-
-        Raises: see :meth:`start`; nothing once it is over.
-
-        Cancellation: leaves the stream as it is.
-        """
-        if self._over:
-            return
-        try:
-            completions = await self.start()
-        except EngineError as exc:
-            self.close_nowait()
-            self._error = exc
-            raise
-        while not completions.ready(gather=self._gather):
-            await completions.parker.park()
-
-    # ----------------------------------------------------------------- iteration
-
     def __aiter__(self) -> Self:
         return self
 
@@ -327,6 +317,34 @@ class RequestStream:
         Cancellation: aborts the request, unless the stream was entered with ``async with``, whose end then does. An
         output leaves the stream only by being returned: none is lost.
         """
+        # The hot loop, the middle of a stream with one completion: what :meth:`_next` does, in fewer calls.
+        one = self._one
+        if one is None or self._over or self._busy:
+            return await self._next()
+        state = one.state
+        if not state.readable:
+            self._busy = True
+            try:
+                while not state.readable:
+                    await self._park()
+            except BaseException as exc:
+                self._interrupted(exc)
+                raise
+            finally:
+                self._busy = False
+        if state.error is not None:
+            assert self._completions is not None
+            return self._take(self._completions)
+        try:
+            output = one.take()
+        except Exception as exc:
+            raise self._spoilt(exc) from exc
+        if output.finish_reason is not None:
+            self._over = True
+        return output
+
+    async def _next(self) -> RequestOutput:
+        """The next output of any stream, in any state."""
         if self._over:
             if self._error is not None:
                 raise self._own(self._error)
@@ -343,13 +361,17 @@ class RequestStream:
         except anyio.ClosedResourceError:
             raise StopAsyncIteration from None  # closed by another task while the prompt was being tokenized
         except BaseException as exc:
-            if not self._owned_by_block:
-                self.close_nowait()
-                self._error = exc if isinstance(exc, EngineError) else None
+            self._interrupted(exc)
             raise
         finally:
             self._busy = False
         return self._take(completions)
+
+    def _interrupted(self, exc: BaseException) -> None:
+        """Its consumer waits no more, because of ``exc``."""
+        if not self._owned_by_block:
+            self.close_nowait()
+            self._error = exc if isinstance(exc, EngineError) else None
 
     def _take(self, completions: Completions) -> RequestOutput:
         """Empty the merge buffer. Synchronous, so nothing can be lost between the buffer and the caller."""
@@ -361,17 +383,21 @@ class RequestStream:
         try:
             output = completions.take(gather=self._gather)
         except Exception as exc:
-            # Rule 5: trouble with this request's text is this request's error; it is aborted, the others go on.
-            self.close_nowait()
-            error = OutputProcessingError(
-                f"cannot process the output of request {self._label!r}: {exc!r}", request_id=self._label
-            )
-            error.__cause__ = exc
-            self._error = error
-            error.partial = completions.snapshot()
-            raise error from exc
+            raise self._spoilt(exc) from exc
         self._over = output.finished
         return output
+
+    def _spoilt(self, exc: Exception) -> OutputProcessingError:
+        """Rule 5: trouble with this request's text is this request's error; it is aborted, the others go on."""
+        self.close_nowait()
+        error = OutputProcessingError(
+            f"cannot process the output of request {self._label!r}: {exc!r}", request_id=self._label
+        )
+        error.__cause__ = exc
+        self._error = error
+        assert self._completions is not None
+        error.partial = self._completions.snapshot()
+        return error
 
     def _own(self, error: EngineError) -> EngineError:
         """A copy of ``error`` for the consumer, which may be everybody's: what is known of this request is in it."""

@@ -23,7 +23,7 @@ from anyengine._wire import engine_identity
 if TYPE_CHECKING:
     from .session import Session
 
-__all__ = ["Closing", "KilledProcess", "ShutdownReport"]
+__all__ = ["Closing", "EngineExit", "KilledProcess", "ShutdownReport"]
 
 _logger = logging.getLogger("anyengine.client")
 
@@ -40,6 +40,15 @@ class KilledProcess(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
+class EngineExit(msgspec.Struct, frozen=True, kw_only=True):
+    """How the last process of a rank ended: an exit code or the name of a signal, or neither, if nobody knows."""
+
+    rank: int
+    pid: int | None
+    exit_code: int | None
+    signal: str | None
+
+
 class ShutdownReport(msgspec.Struct, frozen=True, kw_only=True):
     """How a client's block ended: what was cut short, how long it took, and what had to be killed."""
 
@@ -52,6 +61,8 @@ class ShutdownReport(msgspec.Struct, frozen=True, kw_only=True):
     stop_s: float
     """How long it took to stop the engines."""
     killed: tuple[KilledProcess, ...]
+    exits: tuple[EngineExit, ...]
+    """How the engines ended, those too whose death was told before they had."""
 
 
 class Closing:
@@ -84,6 +95,11 @@ class Closing:
             drain_s=self._drain_s,
             stop_s=self._stop_s,
             killed=(*self._needed_kill, *left_behind),
+            exits=tuple(
+                EngineExit(rank=engine.rank, pid=engine.child.pid, exit_code=ended.exit_code, signal=ended.signal)
+                for engine in self._session.children
+                if (ended := engine.child.poll()) is not None
+            ),
         )
 
     async def close(self, drain_timeout_s: float | None, tell: Callable[[], None]) -> None:

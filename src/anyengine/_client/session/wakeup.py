@@ -9,10 +9,11 @@ a parker is reusable and makes one future (asyncio) or nothing (trio) for each w
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import suppress
 from functools import cache
 from threading import get_ident
+from types import coroutine
 from typing import TYPE_CHECKING, Any, Protocol
 
 from anyengine.exceptions import WrongLoopError
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
 
 __all__ = ["EndBell", "Parker", "make_bell", "make_parker"]
 
-_ANOTHER_LOOP = "a request stream belongs to the event loop of its client, and this is another one"
+_ANOTHER_LOOP = "a request stream belongs to the thread and the event loop of its client, and this is another one"
 
 
 class Parker(Protocol):
     """One sleeper. A wake without a sleeper does nothing: the sleeper must look at its condition before it parks,
     and again after it wakes."""
 
-    async def park(self) -> None:
-        """Sleep until woken.
+    def park(self) -> Awaitable[None]:
+        """Sleep until woken, when awaited.
 
         Raises:
             WrongLoopError: called in another thread than the one that made the parker.
@@ -43,21 +44,21 @@ class Parker(Protocol):
 
 
 class _AsyncioParker:
-    __slots__ = ("_future", "_loop", "_running_loop", "_thread_id")
+    __slots__ = ("_future", "_loop", "_running_loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._running_loop = sys.modules["asyncio"]._get_running_loop  # None, not an error, where there is none
-        self._thread_id = get_ident()
         self._future: asyncio.Future[None] | None = None
 
-    async def park(self) -> None:
-        _check_thread(self._thread_id)
-        if self._running_loop() is not self._loop:
+    @coroutine
+    def park(self) -> Generator[Any, Any, None]:
+        loop = self._loop
+        if self._running_loop() is not loop:  # every thread has its own
             raise WrongLoopError(_ANOTHER_LOOP)
-        self._future = self._loop.create_future()
+        self._future = future = loop.create_future()
         try:
-            await self._future
+            yield from future
         finally:
             self._future = None
 
@@ -90,11 +91,6 @@ class EndBell:
             self._ring()
 
 
-def _check_thread(thread_id: int) -> None:
-    if get_ident() != thread_id:  # a wake would put a task of one loop into the queue of another
-        raise WrongLoopError("a request stream belongs to the thread of its client, and this is another one")
-
-
 def make_parker() -> Parker:
     """A parker for the running event loop."""
     trio = sys.modules.get("trio")
@@ -122,7 +118,17 @@ def make_bell(parker: Parker) -> Callable[[], None]:
 
 @cache
 def _trio_parker_class() -> type[Parker]:
+    from outcome import Value  # what trio's tasks are woken with
     from trio import lowlevel
+
+    succeeded = lowlevel.Abort.SUCCEEDED
+    current_task, reschedule = lowlevel.current_task, lowlevel.reschedule
+    woken = Value(None)  # a value is unwrapped once only, and this one never
+    # What wait_task_rescheduled() says to the loop: always the same, so one is enough. The coroutines around it, made
+    # for each wait, would cost more than the rest of the wait.
+    waiting = lowlevel.wait_task_rescheduled(lambda _: succeeded)
+    trap = waiting.send(None)
+    waiting.close()
 
     class TrioParker:
         __slots__ = ("_task", "_thread_id")
@@ -131,21 +137,27 @@ def _trio_parker_class() -> type[Parker]:
             self._task: lowlevel.Task | None = None
             self._thread_id = get_ident()
 
-        async def park(self) -> None:
-            _check_thread(self._thread_id)
-            if not lowlevel.in_trio_task():
+        @coroutine
+        def park(self) -> Generator[Any, Any, None]:
+            if get_ident() != self._thread_id:  # a wake would put a task of one loop into the queue of another
                 raise WrongLoopError(_ANOTHER_LOOP)
-            self._task = lowlevel.current_task()
-            await lowlevel.wait_task_rescheduled(self._abort)
-
-        def _abort(self, _: Any) -> lowlevel.Abort:
-            self._task = None
-            return lowlevel.Abort.SUCCEEDED
+            try:
+                task = current_task()
+            except RuntimeError:
+                raise WrongLoopError(_ANOTHER_LOOP) from None
+            self._task, task.custom_sleep_data = task, self
+            try:
+                outcome = yield trap
+            finally:
+                self._task = None
+            if outcome is not woken:
+                outcome.unwrap()  # it is cancelled
 
         def wake(self) -> None:
             task = self._task
             if task is not None:
                 self._task = None
-                lowlevel.reschedule(task)
+                if task.custom_sleep_data is self:  # else something else has woken it already: a cancellation
+                    reschedule(task, woken)
 
     return TrioParker

@@ -27,11 +27,22 @@ from anyengine.config import EmbeddedEngine
 from anyengine.engine.core.controls import EngineControls
 from anyengine.engine.core.kv_cache import KVCache
 from anyengine.engine.core.pausing import PauseGate
+from anyengine.engine.core.preparations import Preparations
 from anyengine.engine.core.scheduler import Scheduler
 from anyengine.engine.core.statistics import EngineStatistics
 from anyengine.engine.core.stopping import Stop, check_stop
 from anyengine.engine.core.validation import check_request
-from anyengine.engine.interfaces import ModelRunner, PooledPrompt, SampledToken, ScheduledSequence, SequenceState
+from anyengine.engine.interfaces import (
+    AdapterRunner,
+    FailedSequence,
+    ManagedRunner,
+    ModelRunner,
+    PooledPrompt,
+    SampledToken,
+    ScheduledSequence,
+    SequenceState,
+    generates,
+)
 
 __all__ = ["DIALECT_VERSION", "EngineCore"]
 
@@ -67,7 +78,7 @@ class _Live:
 class EngineCore:
     """Implements :class:`~anyengine.engine.interfaces.Engine`. Every method runs in the busy loop's thread.
 
-    Invariant: a request is in ``_live`` exactly as long as the scheduler has its sequence.
+    Invariant: a request is in ``_live`` exactly as long as the scheduler has its sequence, or the preparations have.
     """
 
     def __init__(
@@ -79,6 +90,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = runner
+        self._adapters = runner if isinstance(runner, AdapterRunner) and runner.max_loras else None
         self._clock = clock
         self._config = config
         self._rank = rank
@@ -90,6 +102,7 @@ class EngineCore:
         self._scheduler = Scheduler(
             self._cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
         )
+        self._preparations = Preparations()
         self._live: dict[str, _Live] = {}
         self._finished: dict[int, set[str]] = {}
         self._unsent: list[tuple[int, EngineCoreOutput]] = []  # made between steps; they go out with the next one
@@ -97,9 +110,9 @@ class EngineCore:
         self._gate = PauseGate()
         self._controls = EngineControls(
             self._gate,
+            runner,
             abort_all=self.abort_all,
             clear_prefixes=self._clear_prefixes,
-            tasks=("generate", *runner.pooling_tasks),
             statistics=self._get_engine_statistics,
         )
 
@@ -120,8 +133,9 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             instance_id=uuid.uuid4().hex,
-            supports_lora=False,
-            max_loras=0,
+            supports_lora=self._adapters is not None,
+            max_loras=self._adapters.max_loras if self._adapters else 0,
+            enable_sleep_mode=isinstance(self._runner, ManagedRunner),
         )
 
     def add(self, request: EngineCoreRequest) -> None:
@@ -136,6 +150,7 @@ class EngineCore:
             return
         checked = check_request(
             request,
+            generates=generates(self._runner),
             vocab_size=self._runner.vocab_size,
             max_model_len=self._runner.max_model_len,
             pooling_tasks=self._runner.pooling_tasks,
@@ -153,19 +168,32 @@ class EngineCore:
             sampling,
             priority=request.priority,
             arrival_order=self._statistics.adds_received,
-            cache_key=(request.cache_salt or "").encode(),
             pooling=request.pooling_params,
         )
         try:
-            self._runner.start(seq)
+            self._set_cache_key(seq, request)
+            preparation = self._runner.start(seq)
         except Exception as exc:  # noqa: BLE001 - one request's trouble is one request's error
-            code = "out_of_memory" if isinstance(exc, MemoryError) else "validation_error"
             self._runner.finish(request_id)
-            self._fail(client_index, request_id, EngineRequestError(code, str(exc) or type(exc).__name__))
+            self._fail(client_index, request_id, _error_of(exc))
             return
         events = [EngineCoreEvent(_QUEUED, self._clock())]
         self._live[request_id] = _Live(seq, client_index, request.trace_headers, events)
-        self._scheduler.add(seq)
+        if preparation is None:
+            self._scheduler.add(seq)
+        else:
+            self._preparations.add(seq, preparation)
+
+    def _set_cache_key(self, seq: SequenceState, request: EngineCoreRequest) -> None:
+        """Load its adapter, if it has one. Raises ValueError where that is not possible."""
+        salt, adapter = (request.cache_salt or "").encode(), b""
+        if request.lora_request is not None:
+            if self._adapters is None:
+                raise ValueError("lora_request is not served by this engine: it was started without max_loras")
+            adapter = self._adapters.add_lora(request.lora_request)
+            seq.lora_id = request.lora_request.lora_int_id
+        # The length tells where the one ends and the other begins.
+        seq.cache_key = b"%d:%s%s" % (len(adapter), adapter, salt) if salt or adapter else b""
 
     def refuse(self, client_index: int, request_id: str, reason: str) -> None:
         self._fail(client_index, request_id, EngineRequestError("validation_error", reason, retryable=False))
@@ -194,16 +222,23 @@ class EngineCore:
         self._statistics.malformed_messages += 1
 
     def has_work(self) -> bool:
-        if self._unsent or (self._gate.owes_answers and not self._scheduler.has_work(admit=False)):
+        if (
+            self._unsent
+            or self._preparations
+            or (self._gate.owes_answers and not self._scheduler.has_work(admit=False))
+        ):
             return True
         return not self._gate.frozen and self._scheduler.has_work(admit=not self._gate.paused)
 
     def step(self) -> list[tuple[int, EngineCoreOutput]]:
+        self._take_prepared()
         outputs, self._unsent = self._unsent, []
         scheduled = [] if self._gate.frozen else self._scheduler.schedule(admit=not self._gate.paused)
         self._note_events(scheduled)
         if scheduled:
             outputs += self._run(scheduled)
+        elif not outputs:
+            self._preparations.wait()
         if not self._scheduler.has_work(admit=False):
             self._gate.settle()
         return outputs
@@ -215,7 +250,7 @@ class EngineCore:
     def scheduler_stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running_reqs=self._scheduler.num_running,
-            num_waiting_reqs=self._scheduler.num_waiting,
+            num_waiting_reqs=self._scheduler.num_waiting + len(self._preparations),
             step_counter=self._statistics.num_steps,
             kv_cache_usage=self._cache.usage,
             prefix_cache_stats=self._cache.take_stats(),  # not optional to vLLM's front ends, which fail without it
@@ -233,12 +268,19 @@ class EngineCore:
             self._forget(request_id)
         self._finished.clear()
         self._unsent.clear()
-        self._gate.resume()
+        self._controls.call("wake_up", [])
 
     def close(self) -> None:
         self._runner.close()
 
     # One step.
+
+    def _take_prepared(self) -> None:
+        for seq, error in self._preparations.take_done():
+            if error is None:
+                self._scheduler.add(seq)
+            else:
+                self._end_failed(seq.request_id, _error_of(error))
 
     def _note_events(self, scheduled: list[ScheduledSequence]) -> None:
         now_s = self._clock()
@@ -263,11 +305,15 @@ class EngineCore:
                 self._statistics.num_decode_tokens_computed += item.num_new_tokens
             seq.num_computed_tokens += item.num_new_tokens
             self._cache.publish(seq)
-            if token is not None:
+            if isinstance(token, FailedSequence):
+                self._end_failed(seq.request_id, EngineRequestError("validation_error", token.reason))
+            elif token is not None:
                 live = self._live[seq.request_id]
-                take = self._take_pooled if isinstance(token, PooledPrompt) else self._take_token
-                outputs.append((live.client_index, take(live, token)))  # type: ignore[arg-type]  # the one that it takes
+                outputs.append((live.client_index, self._take(live, token)))
         return outputs
+
+    def _take(self, live: _Live, result: SampledToken | PooledPrompt) -> EngineCoreOutput:
+        return self._take_pooled(live, result) if isinstance(result, PooledPrompt) else self._take_token(live, result)
 
     def _take_pooled(self, live: _Live, result: PooledPrompt) -> EngineCoreOutput:
         output = live.output([], Stop(FinishReason.STOP))
@@ -296,8 +342,15 @@ class EngineCore:
         self._finished.setdefault(client_index, set()).add(request_id)
         self._unsent.append((client_index, output))
 
+    def _end_failed(self, request_id: str, error: EngineRequestError) -> None:
+        """It was taken, and cannot go on. The last output tells, with the next step."""
+        client_index = self._live[request_id].client_index
+        self._forget(request_id)
+        self._fail(client_index, request_id, error)
+
     def _forget(self, request_id: str) -> None:
         live = self._live.pop(request_id)
+        self._preparations.discard(request_id)
         self._finished.setdefault(live.client_index, set()).add(request_id)
         self._scheduler.remove(live.seq)
         self._runner.finish(request_id)
@@ -314,8 +367,13 @@ class EngineCore:
         return {
             **self._statistics.as_dict(),
             "num_running_requests": scheduler.num_running,
-            "num_waiting_requests": scheduler.num_waiting,
+            "num_waiting_requests": scheduler.num_waiting + len(self._preparations),
         }
+
+
+def _error_of(exc: BaseException) -> EngineRequestError:
+    code = "out_of_memory" if isinstance(exc, MemoryError) else "validation_error"
+    return EngineRequestError(code, str(exc) or type(exc).__name__)
 
 
 def _prefill_stats(seq: SequenceState) -> PrefillStats:

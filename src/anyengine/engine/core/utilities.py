@@ -33,7 +33,7 @@ class UtilityTable:
         bound = signature.bind(*args)  # raises TypeError
         for parameter, value in bound.arguments.items():
             try:
-                msgspec.convert(value, signature.parameters[parameter].annotation)
+                bound.arguments[parameter] = msgspec.convert(value, signature.parameters[parameter].annotation)
             except msgspec.ValidationError as exc:
                 raise TypeError(f"{parameter}={value!r}: {exc}") from exc
-        return method(*args)
+        return method(*bound.args)

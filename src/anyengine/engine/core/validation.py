@@ -16,10 +16,9 @@ from anyengine._wire import EngineCoreRequest, WirePoolingParams, WireSamplingPa
 
 __all__ = ["check_request"]
 
-_UNSUPPORTED_REQUEST_FIELDS = ("mm_features", "lora_request", "prompt_embeds", "resumable")
+_UNSUPPORTED_REQUEST_FIELDS = ("mm_features", "prompt_embeds", "resumable")
 _UNSUPPORTED_SAMPLING_FIELDS = (
     "prompt_logprob_token_ids",
-    "structured_outputs",
     "thinking_token_budget",
     "trace_decode_token_ids",
 )
@@ -46,6 +45,7 @@ def check_request(
     *,
     vocab_size: int,
     max_model_len: int,
+    generates: bool = True,
     pooling_tasks: Sequence[str] = (),
     embedding_size: int = 0,
 ) -> tuple[list[int], WireSamplingParams] | str:
@@ -59,6 +59,8 @@ def check_request(
         sampling = WireSamplingParams(skip_reading_prefix_cache=request.pooling_params.skip_reading_prefix_cache)
         if refusal := _pooling_refusal(request.pooling_params, pooling_tasks, embedding_size):
             return refusal
+    elif not generates:
+        return f"this model does not generate: pooling_params must name a task, {', '.join(pooling_tasks)}"
     if sampling is None:
         return "sampling_params is missing"
     if not prompt:
@@ -76,6 +78,8 @@ def _pooling_refusal(pooling: WirePoolingParams, tasks: Sequence[str], embedding
         return "pooling_params is not supported by this engine"
     if pooling.task not in tasks:
         return f"pooling parameter task={pooling.task!r} is not one of {', '.join(tasks)}"
+    if pooling.dimensions is not None and pooling.task != "embed":
+        return f"pooling parameter dimensions={pooling.dimensions} means nothing for the task {pooling.task!r}"
     if pooling.dimensions is not None and not 1 <= pooling.dimensions <= embedding_size:
         return f"pooling parameter dimensions={pooling.dimensions} is out of range: 1 to {embedding_size}"
     for field in ("step_tag_id", "returned_token_ids", "late_interaction_params", "late_chunking_params"):

@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from anyengine.engine.runner.attention import AttentionStep
 from anyengine.engine.runner.paged_cache import LayerShape
 
-__all__ = ["ForwardPass", "RoutedForward", "attention_windows", "learn_layers"]
+__all__ = ["ClassifyingForward", "ForwardPass", "RoutedForward", "attention_windows", "learn_layers"]
 
 _NAME = "anyengine_paged"
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # as transformers names them
@@ -31,7 +31,8 @@ class ForwardPass(Protocol):
         self, input_ids: Tensor, step: AttentionStep, rows: Tensor, pooled_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """The logits [num_rows, vocab], float32, behind those of ``input_ids`` [num_tokens] that ``rows`` names; and
-        the last hidden states [num_pooled, hidden], float32, at ``pooled_rows``."""
+        the last hidden states [num_pooled, hidden], float32, at ``pooled_rows`` (of a model that classifies: the scores
+        [num_pooled, num_labels] that its head makes of them)."""
 
 
 class _Router:
@@ -129,8 +130,7 @@ class RoutedForward:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        routers = {id(router): router for module in model.modules() if (router := _router_of(module)) is not None}
-        self._routers = list(routers.values())
+        self._routers = _routers_of(model)
 
     def __call__(
         self, input_ids: Tensor, step: AttentionStep, rows: Tensor, pooled_rows: Tensor | None = None
@@ -149,5 +149,25 @@ class RoutedForward:
         return logits, None if pooled_rows is None else output.hidden_states[-1][0, pooled_rows].float()
 
 
-def _router_of(module: nn.Module) -> _Router | None:
-    return getattr(module, _Router.attribute, None)
+class ClassifyingForward:
+    """Implements :class:`ForwardPass` for a transformers model with a head that classifies: there are no logits."""
+
+    def __init__(self, model: Any) -> None:
+        self._core = model.base_model
+        self._head = model.score
+        self._routers = _routers_of(model)
+
+    def __call__(
+        self, input_ids: Tensor, step: AttentionStep, rows: Tensor, pooled_rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        for router in self._routers:
+            router.step = step
+        output = self._core(input_ids=input_ids[None], position_ids=step.positions[None], use_cache=False)
+        hidden_states = output.last_hidden_state[0]  # [num_tokens, hidden]
+        scores = None if pooled_rows is None else self._head(hidden_states[pooled_rows]).float()
+        return hidden_states.new_empty((len(rows), 0), dtype=torch.float32), scores
+
+
+def _routers_of(model: Any) -> list[_Router]:
+    routers = (getattr(module, _Router.attribute, None) for module in model.modules())
+    return list({id(router): router for router in routers if router is not None}.values())

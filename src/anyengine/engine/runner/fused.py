@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from anyengine.engine.runner.attention import AttentionStep
-from anyengine.engine.runner.linear import Linear
+from anyengine.engine.runner.linear import Linear, LinearPart
 
 __all__ = ["FusedForward", "can_fuse"]
 
@@ -39,14 +39,29 @@ class _Layer:
         self.head_dim: int = attention.head_dim
         self.num_heads = attention.q_proj.out_features // self.head_dim
         self.num_kv_heads = attention.k_proj.out_features // self.head_dim
-        self.qkv = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.o = _joined(attention.o_proj)
-        self.gate_up = _joined(mlp.gate_proj, mlp.up_proj)
-        self.down = _joined(mlp.down_proj)
+        self.parts: dict[str, LinearPart] = {}
+        self.qkv = self._joined("self_attn", attention, "q_proj", "k_proj", "v_proj")
+        self.o = self._joined("self_attn", attention, "o_proj")
+        self.gate_up = self._joined("mlp", mlp, "gate_proj", "up_proj")
+        self.down = self._joined("mlp", mlp, "down_proj")
         self.norm_1, self.norm_2 = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
         has_norms = hasattr(attention, "q_norm")
         self.q_norm = _Norm(attention.q_norm) if has_norms else None
         self.k_norm = _Norm(attention.k_norm) if has_norms else None
+
+    def _joined(self, path: str, module: Any, *names: str) -> Linear:
+        """One product in place of several. The originals lose their weights."""
+        linears = [getattr(module, name) for name in names]
+        weights = [linear.weight.detach() for linear in linears]
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        for linear in linears:
+            linear.weight = None  # it is not called again
+        joined = Linear(torch.cat(weights), torch.cat(biases) if biases else None)
+        first = 0
+        for name, weight in zip(names, weights, strict=True):
+            self.parts[f"model.layers.{self.index}.{path}.{name}"] = LinearPart(joined, first, len(weight))
+            first += len(weight)
+        return joined
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, step: AttentionStep) -> Tensor:
         """``x``: [num_tokens, hidden]."""
@@ -98,6 +113,8 @@ class FusedForward:
             _Layer(index, layer, window_tokens)
             for index, (layer, window_tokens) in enumerate(zip(core.layers, windows, strict=True))
         ]
+        self.parts: dict[str, LinearPart] = {name: part for layer in self._layers for name, part in layer.parts.items()}
+        """What each linear layer of the model computes, by its name there."""
         self._norm = _Norm(core.norm)
         self._rotary = core.rotary_emb
         self._head = Linear(model.lm_head.weight, model.lm_head.bias)
@@ -113,12 +130,3 @@ class FusedForward:
             x = layer(x, cos, sin, step)
         logits: Tensor = self._head(self._norm(x[rows])).float()
         return logits, None if pooled_rows is None else self._norm(x[pooled_rows]).float()
-
-
-def _joined(*linears: Any) -> Linear:
-    """One product in place of several. The originals lose their weights."""
-    weights = [linear.weight.detach() for linear in linears]
-    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-    for linear in linears:
-        linear.weight = None  # it is not called again
-    return Linear(torch.cat(weights), torch.cat(biases) if biases else None)

@@ -7,13 +7,14 @@ torch has no oneDNN, it is ``torch.nn.functional.linear``.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["Linear", "pack_linears"]
+__all__ = ["Linear", "LinearPart", "pack_linears"]
 
 _ROWS_HINT = 32
 
@@ -42,17 +43,36 @@ class Linear(nn.Module):
         else:
             self._weight = weight.detach()
         self._bias = None if bias is None else bias.detach()
+        self.addition: Callable[[Tensor, Tensor], Tensor] | None = None
+        """What becomes of (x, product): LoRA adapters change it, in place."""
 
     def forward(self, x: Tensor) -> Tensor:
+        product: Tensor
         if self._packed is None:
-            return functional.linear(x, self._weight, self._bias)
-        product: Tensor = self._linear(x, self._packed, self._bias, "none", [], "")
-        return product
+            product = functional.linear(x, self._weight, self._bias)
+        else:
+            product = self._linear(x, self._packed, self._bias, "none", [], "")
+        return product if self.addition is None else self.addition(x, product)
 
 
-def pack_linears(model: nn.Module) -> None:
-    """Pack every linear layer of ``model``. An embedding that shares weights keeps them."""
-    for module in list(model.modules()):
+class LinearPart(NamedTuple):
+    """Some rows of a product: what one linear layer of the model computes."""
+
+    linear: Linear
+    first_row: int
+    num_rows: int
+
+
+def pack_linears(model: nn.Module) -> dict[str, LinearPart]:
+    """Pack every linear layer of ``model``; those that see each token of a step once, by name. An embedding that shares
+    weights keeps them."""
+    parts: dict[str, LinearPart] = {}
+    for path, module in list(model.named_modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:
-                setattr(module, name, Linear(child.weight, child.bias))
+                linear = Linear(child.weight, child.bias)
+                setattr(module, name, linear)
+                # The head sees some tokens only, and so does each of several experts.
+                if path and "experts" not in path:
+                    parts[f"{path}.{name}"] = LinearPart(linear, 0, linear.out_features)
+    return parts

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from anyengine._process.status import Status
 from anyengine.config import EmbeddedEngine
@@ -22,7 +23,15 @@ from anyengine.engine.models.convert import load_gguf_weights
 from anyengine.engine.runner.forward import attention_windows, learn_layers
 from anyengine.engine.runner.paged_cache import LayerShape
 
-__all__ = ["LoadedModel", "load_model"]
+__all__ = ["LoadedModel", "WeightFiles", "load_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """Weights without a configuration: a directory of safetensors, or one of them, for models of ``model_class``."""
+
+    path: Path
+    model_class: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +49,19 @@ class LoadedModel:
     """What each layer stores of a token."""
     like: torch.Tensor
     """Of the model's dtype and on its device."""
+    num_labels: int | None = None
+    """Of a model with a head that classifies, which does not generate."""
+    problem_type: str | None = None
+    """What its labels are to each other, in transformers' words."""
 
 
-def load_model(resolved: ResolvedModel, config: EmbeddedEngine, report: Callable[[Status], None]) -> LoadedModel:
-    """Load the weights.
+def load_model(
+    resolved: ResolvedModel,
+    config: EmbeddedEngine,
+    report: Callable[[Status], None],
+    update: WeightFiles | None = None,
+) -> LoadedModel:
+    """Load the weights, the model's own or those of an update.
 
     Raises:
         ValueError: the architecture cannot be served, or the weights are in a format that is not read.
@@ -53,7 +71,12 @@ def load_model(resolved: ResolvedModel, config: EmbeddedEngine, report: Callable
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
     report(Status("loading", detail=f"{config.model} on {device}", fraction=0.0))
-    model = _from_pretrained(resolved, dtype).to(device).eval().requires_grad_(False)
+    model = (
+        (_from_pretrained(resolved, dtype) if update is None else _from_files(resolved, update, dtype))
+        .to(device)
+        .eval()
+        .requires_grad_(False)
+    )
     model_config = model.config.get_text_config(decoder=True)
     windows = attention_windows(model_config)
     loaded = LoadedModel(
@@ -65,6 +88,8 @@ def load_model(resolved: ResolvedModel, config: EmbeddedEngine, report: Callable
         windows=windows,
         layers=learn_layers(model, windows),
         like=torch.empty(0, dtype=model.dtype, device=model.device),
+        num_labels=model.config.num_labels if hasattr(model, "score") else None,
+        problem_type=getattr(model.config, "problem_type", None),
     )
     report(Status("loading", detail=f"{config.model} on {device}", fraction=1.0))
     return loaded
@@ -88,9 +113,38 @@ def _from_pretrained(resolved: ResolvedModel, dtype: str) -> Any:
         config = AutoConfig.from_pretrained(resolved.model_dir, trust_remote_code=False)
         return load_gguf_weights(weights, config, "bfloat16" if dtype == "auto" else dtype)
     _refuse_pickles(weights)
-    return AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(weights, trust_remote_code=False, local_files_only=True)
+    classifies = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+    family = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
+    return family.from_pretrained(
         weights, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
     )
+
+
+def _from_files(resolved: ResolvedModel, update: WeightFiles, dtype: str) -> Any:
+    """The model of ``resolved`` with other weights.
+
+    Raises:
+        ValueError: these are not the weights of this model, all of them and no others.
+    """
+    path = update.path
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    weights: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            weights.update(load_file(file))
+        except Exception as exc:
+            raise ValueError(f"{file}: {exc}") from exc
+    if not weights:
+        raise ValueError(f"{path} has no *.safetensors file")
+    config = AutoConfig.from_pretrained(resolved.model_dir, trust_remote_code=False, local_files_only=True)
+    model, found = update.model_class.from_pretrained(
+        None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
+    )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(map(str, found.get(kind) or ())):
+            raise ValueError(f"{path} does not have the weights of this model: {kind} {', '.join(names[:3])}")
+    return model
 
 
 def _refuse_pickles(model_dir: Path) -> None:

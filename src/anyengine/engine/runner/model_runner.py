@@ -11,23 +11,39 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from anyengine._process.status import Status
+from anyengine._wire import WireLoRARequest
 from anyengine.config import EmbeddedEngine
-from anyengine.engine.interfaces import ModelRunner, PooledPrompt, SampledToken, ScheduledSequence, SequenceState
-from anyengine.engine.models import resolve_model
+from anyengine.engine.interfaces import (
+    FailedSequence,
+    ModelRunner,
+    SampledToken,
+    ScheduledSequence,
+    SequenceState,
+    StepResult,
+)
+from anyengine.engine.models import ResolvedModel, resolve_model
 
 try:
     import torch
 
+    from anyengine.engine.runner.adapters import Adapters
     from anyengine.engine.runner.attention import AttentionStep, Span
-    from anyengine.engine.runner.forward import ForwardPass, RoutedForward
+    from anyengine.engine.runner.constraints import Constraints
+    from anyengine.engine.runner.forward import ClassifyingForward, ForwardPass, RoutedForward
     from anyengine.engine.runner.fused import FusedForward, can_fuse
     from anyengine.engine.runner.linear import pack_linears
-    from anyengine.engine.runner.loader import LoadedModel, load_model
+    from anyengine.engine.runner.loader import LoadedModel, WeightFiles, load_model
     from anyengine.engine.runner.logprobs import PromptLogprobs, sampled_logprobs
     from anyengine.engine.runner.paged_cache import BLOCK_TOKENS, PagedCache, free_memory_bytes
-    from anyengine.engine.runner.pooling import embed
+    from anyengine.engine.runner.pooling import classify, embed
+    from anyengine.engine.runner.profiling import StepProfiler
+    from anyengine.engine.runner.residency import Residency, Weights
     from anyengine.engine.runner.sampler import sample, unsupported_sampling
 except ImportError as _missing:
     raise ImportError(
@@ -51,21 +67,55 @@ def create_runner(config: EmbeddedEngine, report: Callable[[Status], None]) -> M
     """
     resolved = resolve_model(config.model, report)
     report(Status("resolving", detail=resolved.source, model_dir=str(resolved.model_dir)))
-    loaded = load_model(resolved, config, report)
     with torch.inference_mode():
-        forward = _fused(loaded) if can_fuse(loaded.model) else None
-        if forward is None:
-            if can_fuse(loaded.model):
-                _logger.warning("%s: our forward pass does not agree with transformers'; theirs is used", config.model)
-                loaded = load_model(resolved, config, report)
-            pack_linears(loaded.model)
-            forward = RoutedForward(loaded.model)
+        loaded, weights = _load(resolved, config, report)
         max_model_len, num_blocks = _sizes(loaded, config)
-        cache = PagedCache(loaded.layers, num_blocks, loaded.like)
-    return TransformersRunner(forward, cache, loaded, max_model_len=max_model_len, seed=config.seed)
+        adapters = Adapters(weights.parts, config.max_loras, loaded.like)
+        residency = Residency(
+            weights,
+            partial(_load_again, resolved, config, type(loaded.model)),
+            adapters,
+            layers=loaded.layers,
+            num_blocks=num_blocks,
+            like=loaded.like,
+        )
+    return TransformersRunner(
+        residency,
+        loaded,
+        Constraints(resolved.model_dir / "tokenizer.json", loaded.vocab_size, loaded.eos_token_ids),
+        adapters,
+        StepProfiler(None if config.profile_dir is None else Path(config.profile_dir)),
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        seed=config.seed,
+    )
 
 
-def _fused(loaded: LoadedModel) -> ForwardPass | None:
+def _load_again(resolved: ResolvedModel, config: EmbeddedEngine, model_class: Any, path: Path | None) -> Weights:
+    update = None if path is None else WeightFiles(path, model_class)
+    return _load(resolved, config, lambda _status: None, update)[1]
+
+
+def _load(
+    resolved: ResolvedModel,
+    config: EmbeddedEngine,
+    report: Callable[[Status], None],
+    update: WeightFiles | None = None,
+) -> tuple[LoadedModel, Weights]:
+    """The model, with its own weights or those of an update, and the pass that is used for it."""
+    loaded = load_model(resolved, config, report, update)
+    if can_fuse(loaded.model):
+        fused = _fused(loaded)
+        if fused is not None:
+            return loaded, Weights(fused, fused.parts)
+        _logger.warning("%s: our forward pass does not agree with transformers'; theirs is used", config.model)
+        loaded = load_model(resolved, config, report, update)
+    parts = pack_linears(loaded.model)
+    forward = RoutedForward(loaded.model) if loaded.num_labels is None else ClassifyingForward(loaded.model)
+    return loaded, Weights(forward, parts)
+
+
+def _fused(loaded: LoadedModel) -> FusedForward | None:
     """Our own pass, which has taken the model apart; ``None``: it does not compute the same."""
     expected = _probe(RoutedForward(loaded.model), loaded)
     fused = FusedForward(loaded.model, loaded.windows)
@@ -115,39 +165,106 @@ class TransformersRunner:
     """
 
     def __init__(
-        self, forward: ForwardPass, cache: PagedCache, loaded: LoadedModel, *, max_model_len: int, seed: int
+        self,
+        residency: Residency,
+        loaded: LoadedModel,
+        constraints: Constraints,
+        adapters: Adapters,
+        profiler: StepProfiler,
+        *,
+        max_model_len: int,
+        num_blocks: int,
+        seed: int,
     ) -> None:
-        self._forward: ForwardPass | None = forward
-        self._cache = cache
+        self._residency = residency
+        self._profiler = profiler
+        self._constraints = constraints
+        self._adapters = adapters
+        self.max_loras: int = adapters.max_loras
         self._dtype, self._device = loaded.like.dtype, loaded.like.device
         self.vocab_size: int = loaded.vocab_size
         self.max_model_len = max_model_len
         self.dtype: str = str(self._dtype).removeprefix("torch.")
         self.eos_token_ids: tuple[int, ...] = loaded.eos_token_ids
-        self.num_kv_blocks: int = cache.num_blocks
+        self.num_kv_blocks: int = num_blocks
         self.kv_block_tokens: int = BLOCK_TOKENS
-        self.pooling_tasks: tuple[str, ...] = ("embed",)
+        self.generates: bool = loaded.num_labels is None
+        self.pooling_tasks: tuple[str, ...] = ("embed",) if self.generates else ("classify",)
         self.embedding_size: int = loaded.hidden_size
+        self._problem_type = loaded.problem_type
         self._seeds: dict[str, int] = {}
         self._prompt_logprobs: dict[str, PromptLogprobs] = {}  # of those who ask, until their prompt is complete
         self._unseeded = random.Random(seed)  # noqa: S311  # sampling noise, not a secret
 
-    def start(self, seq: SequenceState) -> None:
-        """Raises ValueError for sampling parameters that the sampler does not know."""
+    def start(self, seq: SequenceState) -> Future[None] | None:
+        """Raises ValueError for sampling parameters that the sampler does not know. A constraint is waited for."""
         if refusal := unsupported_sampling(seq.sampling, self.vocab_size):
             raise ValueError(refusal)
         seed = seq.sampling.seed
         self._seeds[seq.request_id] = self._unseeded.getrandbits(64) if seed is None else seed
+        if seq.lora_id is not None:
+            self._adapters.use(seq.request_id, seq.lora_id)
         if seq.sampling.prompt_logprobs is not None:
             self._prompt_logprobs[seq.request_id] = PromptLogprobs(seq)
+        return None if seq.sampling.structured_outputs is None else self._constraints.start(seq)
 
     def finish(self, request_id: str) -> None:
         """Forget its sampler state."""
         self._seeds.pop(request_id, None)
         self._prompt_logprobs.pop(request_id, None)
+        self._constraints.finish(request_id)
+        self._adapters.finish(request_id)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """See :class:`~anyengine.engine.interfaces.ManagedRunner`."""
+        return self._residency.is_sleeping
+
+    def sleep(self, level: int) -> None:
+        """Level 1 keeps the weights on a CPU."""
+        self._residency.sleep(level)
 
     @torch.inference_mode()
-    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[SampledToken | PooledPrompt | None]:
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Weights that were given back are loaded again, those of the last update if there was one."""
+        self._residency.wake_up(tags)
+
+    def release_kv_cache_memory(self) -> None:
+        """Give the memory of keys and values back."""
+        self._residency.release_cache()
+
+    @torch.inference_mode()
+    def reload_weights(self, path: str | None = None) -> None:
+        """Raises ValueError unless they are all that the model has."""
+        self._residency.reload(None if path is None else Path(path))
+
+    def start_profile(self, prefix: str | None, delay_steps: int | None, max_steps: int | None) -> None:
+        """See :class:`~anyengine.engine.interfaces.ProfiledRunner`."""
+        self._profiler.start(prefix, delay_steps, max_steps)
+
+    def stop_profile(self) -> None:
+        """Write the trace."""
+        self._profiler.stop()
+
+    def add_lora(self, request: WireLoRARequest) -> bytes:
+        """See :class:`~anyengine.engine.interfaces.AdapterRunner`."""
+        with torch.inference_mode():
+            return self._adapters.add(request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Requests that use it go on with it."""
+        return self._adapters.remove(lora_id)
+
+    def list_loras(self) -> list[int]:
+        """In order."""
+        return self._adapters.ids()
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Raises ValueError if it is not loaded."""
+        return self._adapters.pin(lora_id)
+
+    @torch.inference_mode()
+    def step(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
         """One pass, one sampling."""
         # Rows of one token first, the longest sequence first of all, as attention groups them.
         order = sorted(
@@ -159,15 +276,19 @@ class TransformersRunner:
         sampling = [place for place in complete if items[place].seq.pooling is None]
         pooling = [place for place in complete if items[place].seq.pooling is not None]
         logits, hidden_states = self._run_model(items, sampling, pooling)
-        results: list[SampledToken | PooledPrompt | None] = [None] * len(scheduled)
+        results: list[StepResult] = [None] * len(scheduled)
         if sampling:
             tokens = self._sample(logits, [items[place].seq for place in sampling])
             for place, token in zip(sampling, tokens, strict=True):
                 results[order[place]] = token
         if hidden_states is not None:
             wanted = [params for place in pooling if (params := items[place].seq.pooling) is not None]
-            for place, vector in zip(pooling, embed(hidden_states, wanted), strict=True):
+            pooled = (
+                embed(hidden_states, wanted) if self.generates else classify(hidden_states, wanted, self._problem_type)
+            )
+            for place, vector in zip(pooling, pooled, strict=True):
                 results[order[place]] = vector
+        self._profiler.end_step()
         return results
 
     def _run_model(
@@ -185,10 +306,10 @@ class TransformersRunner:
         rows = [ends[place] - 1 for place in sampling]
         for place in scored:
             rows += range(ends[place] - items[place].num_new_tokens, ends[place])
-        assert self._forward is not None, "the runner is closed"
-        logits, hidden_states = self._forward(
+        self._adapters.place(items, ends)
+        logits, hidden_states = self._residency.forward(
             self._indices(token_ids),
-            AttentionStep(self._cache, spans, self._dtype, self._device),
+            AttentionStep(self._residency.cache, spans, self._dtype, self._device),
             self._indices(rows),
             self._indices([ends[place] - 1 for place in pooling]) if pooling else None,
         )
@@ -202,21 +323,26 @@ class TransformersRunner:
     def _indices(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
-    def _sample(self, logits: torch.Tensor, seqs: Sequence[SequenceState]) -> list[SampledToken]:
+    def _sample(self, logits: torch.Tensor, seqs: Sequence[SequenceState]) -> list[SampledToken | FailedSequence]:
         """The next token of each sequence; logits: [num_seqs, vocab], float32."""
+        logits = self._constraints.masked(logits, seqs)
         token_ids = sample(logits, seqs, [self._seeds[seq.request_id] for seq in seqs])
         logprobs = sampled_logprobs(logits, seqs, token_ids)
-        tokens: list[SampledToken] = []
+        tokens: list[SampledToken | FailedSequence] = []
         for seq, token_id, of_token in zip(seqs, token_ids, logprobs, strict=True):
             collector = self._prompt_logprobs.pop(seq.request_id, None)
+            if reason := self._constraints.accept(seq, token_id):
+                tokens.append(FailedSequence(reason))
+                continue
             tokens.append(SampledToken(token_id, of_token, collector.result() if collector else None))
         return tokens
 
     def close(self) -> None:
         """Drop the cache and the model."""
         self._seeds.clear()
-        self._cache.close()
-        self._forward = None
+        self._constraints.close()
+        self._profiler.stop()
+        self._residency.close()
 
 
 def _span(item: ScheduledSequence) -> Span:

@@ -25,7 +25,6 @@ __all__ = ["sample", "unsupported_sampling"]
 _UNSUPPORTED = (
     "prompt_logprob_token_ids",
     "prompt_logprob_start",
-    "structured_outputs",
     "thinking_token_budget",
     "trace_decode_token_ids",
 )

@@ -26,7 +26,7 @@ from anyengine.engine.serving.front_ends import FrontEndWatch
 from anyengine.engine.serving.io_threads import Command, InputThread, OutputThread, StopEngine
 from anyengine.exceptions import ProtocolError, RemoteProtocolError
 
-__all__ = ["Attachment", "OnStop", "serve"]
+__all__ = ["Attachment", "OnFailure", "OnStop", "serve"]
 
 _INIT_TIMEOUT_S = 300  # as vLLM: a client that binds late is waited for
 _HANDSHAKE_LINGER_MS = 5000
@@ -34,6 +34,10 @@ _NONSENSE_PAUSE_S = 0.2  # a front end that repeats itself must not fill the dis
 
 OnStop = Callable[[Callable[[], None] | None], None]
 """Is told how to stop gracefully; ``None``: no special way (any more), the process may simply end."""
+
+OnFailure = Callable[[BaseException], None]
+"""Is told what ends an engine that was serving, inside its handler and before any client hears of it: who is told
+that the engine is dead looks for the cause at once."""
 
 _logger = logging.getLogger(__name__)
 
@@ -57,7 +61,12 @@ class Attachment:
 
 
 def serve(
-    attachment: Attachment, *, create_engine: Callable[[], Engine], report: Callable[[Status], None], on_stop: OnStop
+    attachment: Attachment,
+    *,
+    create_engine: Callable[[], Engine],
+    report: Callable[[Status], None],
+    on_stop: OnStop,
+    on_failure: OnFailure | None = None,
 ) -> None:
     """Run an engine from HELLO to its end. Returns after a graceful stop.
 
@@ -79,7 +88,13 @@ def serve(
                 announce = partial(_announce, socket, handshake, report)
                 try:
                     abandoned = _serve_clients(
-                        context, addresses, engine, attachment=attachment, announce=announce, on_stop=on_stop
+                        context,
+                        addresses,
+                        engine,
+                        attachment=attachment,
+                        announce=announce,
+                        on_stop=on_stop,
+                        on_failure=on_failure,
                     )
                 except RemoteProtocolError as exc:
                     if not attachment.stay:
@@ -154,6 +169,7 @@ def _serve_clients(
     attachment: Attachment,
     announce: Callable[[], None],
     on_stop: OnStop,
+    on_failure: OnFailure | None,
 ) -> bool:
     """Serve until somebody stops the engine, or (then ``True``) until all clients have gone.
 
@@ -190,7 +206,9 @@ def _serve_clients(
             on_stop(lambda: commands.put(StopEngine()))
             announce()
             loop.run()
-        except BaseException:
+        except BaseException as exc:
+            if on_failure is not None:
+                on_failure(exc)
             output.send_dead()
             raise
         finally:

@@ -32,7 +32,7 @@ class Calls:
         self._counts: dict[str, int] = {}
         self._pausing: list[tuple[int, UtilityRule]] = []
         self._adapters: set[int] = set()
-        self._weights = "default"
+        self.weights = "default"
         self._paused = False
         self._asleep = False
 
@@ -118,10 +118,10 @@ class Calls:
         return [None]
 
     def _do_set_weight_version(self, args: Sequence[Any], now_s: float) -> None:
-        self._weights = args[0]
+        self.weights = args[0]
 
     def _do_get_weight_version(self, args: Sequence[Any], now_s: float) -> str:
-        return self._weights
+        return self.weights
 
     def _do_nothing(self, args: Sequence[Any], now_s: float) -> None:
         pass

@@ -267,7 +267,8 @@ class ScriptedCore:
     def _send_outputs(self, outputs: Sequence[Any]) -> None:
         groups = [outputs] if self._script.merge_requests else [[output] for output in outputs]
         for group in filter(None, groups):
-            self._send("output", "outputs", messages.batch(self._rank, group, self._now_s))
+            load, weights = self._generation.load(), self._calls.weights
+            self._send("output", "outputs", messages.batch(self._rank, group, self._now_s, load, weights))
 
     def _at(self, due_s: float, action: Callable[[float], None]) -> None:
         if due_s <= self._now_s:

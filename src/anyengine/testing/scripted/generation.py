@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .messages import next_token, pooled, prompt_hash, token_output
+from .messages import changed, next_token, pooled, prompt_hash, token_output
 from .script import RequestRule, Script
 
 __all__ = ["Generation"]
@@ -42,6 +43,7 @@ class Generation:
         self._random = random.Random(script.seed)  # noqa: S311 - jitter
         self._running: dict[str, _Live] = {}
         self._waiting: dict[str, _Live] = {}
+        self._sessions: dict[str, deque[Sequence[Any]]] = {}
         self._added = 0
         self._next_step_s = -math.inf
         self.holds_queue = False
@@ -59,6 +61,17 @@ class Generation:
         """The ids in the queue."""
         return list(self._waiting)
 
+    def load(self) -> dict[str, Any] | None:
+        """The scheduler's statistics, if the script wants them told."""
+        if not self._script.reports_load:
+            return None
+        running, waiting = len(self._running), len(self._waiting)
+        return {
+            "num_running_reqs": running,
+            "num_waiting_reqs": waiting,
+            "kv_cache_usage": min(0.01 * (running + waiting), 1.0),
+        }
+
     @property
     def is_idle(self) -> bool:
         """Nothing runs."""
@@ -66,6 +79,8 @@ class Generation:
 
     def add(self, message: Sequence[Any], now_s: float) -> None:
         """EngineCoreRequest, by position."""
+        if self._is_part(message):
+            return
         request_id, prompt, _, sampling, pooling = message[:5]
         prompt = prompt or []
         self._added += 1
@@ -87,8 +102,31 @@ class Generation:
         )
         self._schedule(now_s)
 
+    def _is_part(self, message: Sequence[Any]) -> bool:
+        """Whether it continues a request whose prompt comes in parts, and has nothing to do now."""
+        request_id, resumable = message[0], len(message) > 15 and message[15]
+        parts = self._sessions.get(request_id)
+        if parts is None:
+            if resumable:
+                self._sessions[request_id] = deque()
+            return False
+        busy = request_id in self._running or request_id in self._waiting
+        if busy:
+            parts.append(message)
+        elif not resumable:
+            del self._sessions[request_id]
+        return busy or not resumable
+
+    def _next_part(self, request_id: str, now_s: float) -> None:
+        parts = self._sessions.get(request_id)
+        if parts:
+            self.add(parts.popleft(), now_s)
+
     def remove(self, request_ids: Iterable[str], now_s: float) -> list[str]:
         """Forget these; those that were there."""
+        request_ids = [*request_ids]
+        for one in request_ids:
+            self._sessions.pop(one, None)
         found = [one for one in request_ids if self._running.pop(one, None) or self._waiting.pop(one, None)]
         self._schedule(now_s)
         return found
@@ -105,6 +143,9 @@ class Generation:
             return []
         running = [live for live in self._running.values() if live.due_s <= now_s]
         outputs = [self._advance(live) for live in running]
+        for live in running:
+            if live.request_id not in self._running:
+                self._next_part(live.request_id, now_s)
         interval_s = self._script.step_interval_s + self._script.step_s_per_request * len(running)
         self._next_step_s = now_s + self._varied(interval_s)
         self._schedule(now_s)
@@ -126,9 +167,9 @@ class Generation:
             tokens = [next_token(live.crc, number, self._script.vocab_size) for number in numbers]
         live.sent += count
         if live.sent < live.limit:
-            return token_output(live.request_id, tokens)
+            return changed(token_output(live.request_id, tokens), rule.output)
         del self._running[live.request_id]
-        return token_output(live.request_id, tokens, live.finish, rule.error)
+        return changed(token_output(live.request_id, tokens, live.finish, rule.error), rule.output | rule.last)
 
     def _schedule(self, now_s: float) -> None:
         while self._waiting and not self.holds_queue and len(self._running) < self._script.max_running:

@@ -16,6 +16,7 @@ import msgspec
 __all__ = [
     "ENGINE_CORE_DEAD",
     "FINISH",
+    "changed",
     "expected_tokens",
     "next_token",
     "pack",
@@ -76,15 +77,26 @@ def token_output(
     return output if error is None else [*output, error]
 
 
+def changed(output: list[Any], changes: dict[int, Any]) -> list[Any]:
+    """``output`` with other values at these positions, the last of which may be beyond its end."""
+    if changes:
+        output += [None] * (max(changes) + 1 - len(output))
+        for position, value in changes.items():
+            output[position] = value
+    return output
+
+
 def pooled(request_id: str, values: Sequence[float]) -> list[Any]:
     """EngineCoreOutput with a vector, [num_values], float32."""
     data = msgspec.msgpack.Ext(3, struct.pack(f"<{len(values)}f", *values))
     return [request_id, [], None, None, ["float32", [len(values)], data], 0, None, *_TAIL]
 
 
-def batch(rank: int, outputs: Sequence[Any], at_s: float) -> bytes:
-    """EngineCoreOutputs (§7) with outputs."""
-    return pack([rank, outputs, None, at_s, None, None, None, None, "default"])
+def batch(
+    rank: int, outputs: Sequence[Any], at_s: float, load: dict[str, Any] | None = None, weights: str = "default"
+) -> bytes:
+    """EngineCoreOutputs (§7) with outputs; ``load`` are the scheduler's statistics."""
+    return pack([rank, outputs, load, at_s, None, None, None, None, weights])
 
 
 def reply(rank: int, output: Sequence[Any], at_s: float) -> bytes:

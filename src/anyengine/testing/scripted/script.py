@@ -102,6 +102,9 @@ class RequestRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     finish: FinishName = "stop"
     error: dict[str, Any] | None = None
     silent: bool = False
+    output: dict[int, Any] = {}
+    """Positions of each of its outputs that differ from the usual ones; ``last`` those of its last one alone."""
+    last: dict[int, Any] = {}
 
 
 class UtilityRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -150,6 +153,8 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     vocab_size: int = 1000
     max_running: int = 1 << 30
     """Slots: further requests wait in the queue. The log tells when each is scheduled."""
+    reports_load: bool = False
+    """Whether each output message tells how many requests run and wait, as the step leaves them."""
     stray_outputs: int = 0
     """Outputs for ids that nobody has asked for, in each step."""
     requests: tuple[RequestRule, ...] = ()
