@@ -83,6 +83,17 @@ class RequestShortcuts:
         )
         return self.generate(prompt, sampling_params, **options)
 
+    def input_session(
+        self,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **fields: Unpack[RequestFields],
+    ) -> InputSession:
+        """A request whose prompt comes in parts, each of which is answered: see :class:`InputSession`. The arguments
+        are those of :meth:`generate`. Needs a vLLM engine."""
+        check_field_names("input_session", fields)
+        return InputSession(self._entered_desk, sampling_params or SamplingParams(), request_id, fields)
+
     async def tokenize(
         self,
         prompt: Prompt,
@@ -102,17 +113,6 @@ class RequestShortcuts:
         if isinstance(encoded, Embeddings):
             reject("prompt", encoded.tensor.shape, "is embeddings, which have no token ids", "use text")
         return list(encoded)
-
-    def input_session(
-        self,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        **fields: Unpack[RequestFields],
-    ) -> InputSession:
-        """A request whose prompt comes in parts, each of which is answered: see :class:`InputSession`. The arguments
-        are those of :meth:`generate`. Needs a vLLM engine."""
-        check_field_names("input_session", fields)
-        return InputSession(self._entered_desk, sampling_params or SamplingParams(), request_id, fields)
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
         """Parameters with what the model's ``generation_config.json`` says of sampling where nothing is ``given``.
