@@ -228,9 +228,9 @@ class AsyncLLM:
     def do_log_stats(self) -> None:
         """See :meth:`EngineClient.do_log_stats`."""
 
-    async def is_tracing_enabled(self) -> bool:
-        """Whether trace headers are of use: the engine gets them in any case."""
-        return False
+    @relayed(EngineClient.is_tracing_enabled)
+    def is_tracing_enabled(self) -> None:
+        """See :meth:`EngineClient.is_tracing_enabled`."""
 
     # ---------------------------------------------------------------- operations
 
@@ -305,6 +305,18 @@ class AsyncLLM:
     @relayed(EngineClient.stop_profile)
     def stop_profile(self) -> None:
         """See :meth:`EngineClient.stop_profile`."""
+
+    @relayed(EngineClient.checkpoint_prepare)
+    def checkpoint_prepare(self) -> None:
+        """See :meth:`EngineClient.checkpoint_prepare`."""
+
+    @relayed(EngineClient.checkpoint_restore)
+    def checkpoint_restore(self) -> None:
+        """See :meth:`EngineClient.checkpoint_restore`."""
+
+    @relayed(EngineClient.notify_kv_transfer_request_rejected)
+    def notify_kv_transfer_request_rejected(self) -> None:
+        """See :meth:`EngineClient.notify_kv_transfer_request_rejected`."""
 
     @relayed(EngineClient.compute_weight_checksums)
     def compute_weight_checksums(self) -> None:

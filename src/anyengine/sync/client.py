@@ -21,7 +21,7 @@ from anyengine._process.status import Status
 from anyengine._protocol import ClientState
 from anyengine._text import Tokenizer
 from anyengine.config import EngineSettings
-from anyengine.exceptions import ClientClosedError
+from anyengine.exceptions import ClientClosedError, EngineError
 from anyengine.params import LoRARequest, SamplingParams
 from anyengine.policies import RestartPolicy, RetryPolicy
 
@@ -157,6 +157,22 @@ class SyncEngineClient(SyncEngineOperations):
     def encode(self) -> None:
         """What a pooling model makes of a prompt; see :meth:`EngineClient.encode`."""
 
+    @blocking(EngineClient.embed)
+    def embed(self) -> None:
+        """The embedding of a prompt; see :meth:`EngineClient.embed`."""
+
+    @blocking(EngineClient.classify)
+    def classify(self) -> None:
+        """The classes of a prompt; see :meth:`EngineClient.classify`."""
+
+    @blocking(EngineClient.score)
+    def score(self) -> None:
+        """How near documents are to a query; see :meth:`EngineClient.score`."""
+
+    @blocking(EngineClient.rerank)
+    def rerank(self) -> None:
+        """The documents that are nearest to a query; see :meth:`EngineClient.rerank`."""
+
     @submitting(EngineClient.submit)
     def submit(self) -> None:
         """:meth:`generate`, and send the request before returning; see :meth:`EngineClient.submit`."""
@@ -245,6 +261,26 @@ class SyncEngineClient(SyncEngineOperations):
     def state(self) -> ClientState:
         """Where the client is in its life."""
         return self._client.state
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the client serves; see :attr:`EngineClient.is_running`."""
+        return self._client.is_running
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the client serves no more; see :attr:`EngineClient.is_stopped`."""
+        return self._client.is_stopped
+
+    @property
+    def errored(self) -> bool:
+        """Whether the client has died; see :attr:`EngineClient.errored`."""
+        return self._client.errored
+
+    @property
+    def dead_error(self) -> EngineError | None:
+        """What the client has died of; see :attr:`EngineClient.dead_error`."""
+        return self._client.dead_error
 
     @property
     def ranks(self) -> tuple[int, ...]:
