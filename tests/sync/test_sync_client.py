@@ -12,10 +12,12 @@ import anyio
 import msgspec
 import pytest
 from crowds import until
+from engines import RUNNER
 
 from anyengine import (
     ClientClosedError,
     ClientState,
+    EmbeddedEngine,
     EngineClient,
     EngineDeadError,
     EngineStartupError,
@@ -25,6 +27,7 @@ from anyengine import (
     WrongLoopError,
 )
 from anyengine.sync import ClientOptions, SyncEngineClient
+from anyengine.testing import toy_runner
 from anyengine.testing.scripted import End, Fault, RequestRule, Script, ScriptedTwin, StartupStage
 
 BACKENDS: list[dict[str, Any]] = [
@@ -181,6 +184,20 @@ def test_a_block_leaves_nothing_and_can_be_entered_again(backend: dict[str, Any]
         SyncEngineClient(engine=ScriptedTwin().engine).complete([1])
 
 
+@pytest.mark.feature("L40")
+def test_an_engine_in_a_thread_beside_it() -> None:
+    """No process, no event loop of the program's: what a notebook wants."""
+    engine = EmbeddedEngine(runner=RUNNER, in_process=True)
+    with SyncEngineClient(engine=engine) as client:
+        assert client.complete([1], FOUR).token_ids == toy_runner.expected_tokens([1], 4)
+        answers = dict(client.generate_many([[2], [3]], FOUR, ordered=True))
+    assert {index: out.token_ids for index, out in answers.items()} == {  # type: ignore[union-attr]
+        0: toy_runner.expected_tokens([2], 4),
+        1: toy_runner.expected_tokens([3], 4),
+    }
+
+
+@pytest.mark.feature("C22")
 def test_closing_before_the_end_of_the_block() -> None:
     with SyncEngineClient(engine=ScriptedTwin(SLOW).engine) as client:
         short = client.submit([1], SamplingParams(max_tokens=50))
