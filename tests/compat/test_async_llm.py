@@ -47,6 +47,12 @@ SCRIPT = Script(
 ENDLESS = SamplingParams(max_tokens=10_000)
 
 
+@pytest.fixture(scope="module", params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """The caller's loop; the client's is asyncio in any case."""
+    return request.param
+
+
 @pytest.fixture
 def twin() -> ScriptedTwin:
     return ScriptedTwin(SCRIPT)

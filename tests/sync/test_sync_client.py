@@ -6,9 +6,12 @@ import inspect
 import os
 import signal
 import threading
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import anyio
+import anyio.lowlevel
+import anyio.to_thread
 import msgspec
 import pytest
 from crowds import until
@@ -32,10 +35,11 @@ from anyengine.testing.scripted import End, Fault, RequestRule, Script, Scripted
 
 BACKENDS: list[dict[str, Any]] = [
     {"backend": "asyncio"},
-    {"backend": "asyncio", "backend_options": {"use_uvloop": True}},
     {"backend": "trio"},
+    {"backend": "asyncio", "backend_options": {"use_uvloop": True}},
 ]
-backends = pytest.mark.parametrize("backend", BACKENDS, ids=["asyncio", "uvloop", "trio"])
+backends = pytest.mark.parametrize("backend", BACKENDS[:2], ids=["asyncio", "trio"])
+every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=["asyncio", "trio", "uvloop"])
 ENDLESS = SamplingParams(max_tokens=10_000)
 SLOW = Script(step_interval_s=0.001, registration={"max_model_len": 20_000})
 
@@ -269,6 +273,31 @@ def test_its_own_thread_is_refused(backend: dict[str, Any]) -> None:
         stream = client.generate([1], FOUR)
         assert client.run(inside, 3, named="x") == (3, "x")
         assert sum(len(out.token_ids) for out in stream) == 4
+
+
+VARIABLE: ContextVar[str] = ContextVar("VARIABLE", default="unset")
+
+
+@backends
+@pytest.mark.blocking_ok
+def test_calls_run_in_the_context_of_their_caller(backend: dict[str, Any]) -> None:
+    """Its variables, such as the span it is in; and not its event loop, of whichever kind that is."""
+
+    async def look(asynchronous: EngineClient) -> str:
+        await anyio.lowlevel.checkpoint()
+        assert (await asynchronous.complete([1], FOUR)).finish_reason == "length"
+        return VARIABLE.get()
+
+    async def elsewhere() -> None:
+        VARIABLE.set("in a loop")
+        assert client.run(look) == "in a loop"
+        assert await anyio.to_thread.run_sync(client.run, look) == "in a loop"
+
+    with SyncEngineClient(engine=ScriptedTwin().engine, allow_running_loop=True, **backend) as client:
+        for own in BACKENDS:
+            anyio.run(elsewhere, **own)
+        assert copy_context().run(lambda: (VARIABLE.set("outside"), client.run(look))[1]) == "outside"
+        assert client.run(look) == "unset"
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

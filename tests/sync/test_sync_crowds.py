@@ -9,14 +9,14 @@ from typing import Any
 import anyio
 import pytest
 from crowds import crowd, started, until
-from test_sync_client import BACKENDS, ENDLESS, SLOW, backends
+from test_sync_client import BACKENDS, ENDLESS, SLOW, backends, every_backend
 
 from anyengine import ClientClosedError, EngineClient, EngineDeadError, SamplingParams, WrongLoopError
 from anyengine.sync import SyncEngineClient
 from anyengine.testing.scripted import Fault, Script, ScriptedTwin, expected_tokens
 
 
-@backends
+@every_backend
 @pytest.mark.feature("L24")
 def test_eight_threads_with_fifty_requests_each(backend: dict[str, Any]) -> None:
     """And from a foreign loop, the asynchronous client behind it refuses."""
