@@ -85,6 +85,7 @@ def test_thirty_two_threads_that_leave_as_they_like(backend: dict[str, Any]) -> 
         aborted = [wire_id for batch in twin.received("abort") for wire_id in batch]
         assert len(aborted) == len(set(aborted)) <= left  # some had ended by themselves before the abort was made
         assert client.debug_snapshot().requests == ()
+        until(lambda: not client._running()._pending)  # nor a task in the loop
 
 
 @backends

@@ -65,7 +65,10 @@ class Crossing:
                 while not self._wanted:
                     await parker.park()
                 self._idle = self._wanted = False
-                self._items.put(await anext(stream))
+                item = await anext(stream)
+                self._items.put(item)
+                if item.finished:
+                    return
         except (StopAsyncIteration, anyio.ClosedResourceError):
             return  # it has ended, or was closed while the prompt was being tokenized
         except anyio.get_cancelled_exc_class():
