@@ -383,9 +383,8 @@ class RequestStream(StreamViews):
     def _spoilt(self, exc: Exception) -> OutputProcessingError:
         """Rule 5: trouble with this request's text is this request's error; it is aborted, the others go on."""
         self.close_nowait()
-        error = OutputProcessingError(
-            f"cannot process the output of request {self._label!r}: {exc!r}", request_id=self._label
-        )
+        what = f"cannot process the output of request {self._label!r}: {exc!r}"
+        error = OutputProcessingError(what, request_id=self._label)
         error.__cause__ = exc
         self._error = error
         assert self._completions is not None

@@ -136,6 +136,7 @@ class TokenStream(StreamView[int]):
 class StreamViews:
     """Part of :class:`RequestStream`."""
 
+    __slots__ = ()
     _params: SamplingParams
 
     def _as_stream(self) -> RequestStream:
