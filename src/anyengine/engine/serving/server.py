@@ -181,14 +181,8 @@ def _serve_clients(
     identity, num_clients = engine_identity(attachment.rank), len(addresses.outputs)
     hears, tells = _coordinator(engine, addresses)
     output = OutputThread(context, addresses.outputs, commands, dialect=dialect, coordinator=tells)
-    loop = BusyLoop(
-        engine,
-        commands,
-        output,
-        rank=attachment.rank,
-        num_clients=num_clients,
-        has_coordinator=addresses.coordinator_input is not None,
-    )
+    knows_one = addresses.coordinator_input is not None
+    loop = BusyLoop(engine, commands, output, rank=attachment.rank, num_clients=num_clients, has_coordinator=knows_one)
     _start(output)
     try:
         input_ = InputThread(
