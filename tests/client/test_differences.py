@@ -20,6 +20,11 @@ pytestmark = pytest.mark.anyio
 CUMULATIVE, DELTA = OutputKind.CUMULATIVE, OutputKind.DELTA
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "trio"  # what is sent and seen is the same on every loop
+
+
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     generation = {"eos_token_id": [1, 3]}
