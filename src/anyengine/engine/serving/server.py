@@ -144,8 +144,6 @@ def _greet(
             poller.poll(None if patient else 1 + int(1000 * max(0.0, deadline_s - time.monotonic())))
     finally:
         monitor.close()
-    if addresses.coordinator_input is not None:
-        _logger.warning("this engine reports to no coordinator; %s is left alone", addresses.coordinator_input)
     return handshake, addresses
 
 
@@ -181,15 +179,10 @@ def _serve_clients(
     registration = engine.ready_response()
     dialect = dialect_for(registration.vllm_version)
     identity, num_clients = engine_identity(attachment.rank), len(addresses.outputs)
-    output = OutputThread(context, addresses.outputs, commands, dialect=dialect)
-    loop = BusyLoop(
-        engine,
-        commands,
-        output,
-        rank=attachment.rank,
-        num_clients=num_clients,
-        reports_finished=addresses.coordinator_input is not None,  # as vLLM
-    )
+    hears, tells = _coordinator(engine, addresses)
+    output = OutputThread(context, addresses.outputs, commands, dialect=dialect, coordinator=tells)
+    knows_one = addresses.coordinator_input is not None
+    loop = BusyLoop(engine, commands, output, rank=attachment.rank, num_clients=num_clients, has_coordinator=knows_one)
     _start(output)
     try:
         input_ = InputThread(
@@ -200,9 +193,11 @@ def _serve_clients(
             identity=identity,
             registration=dialect.encode_ready(registration),
             watch=_watch(attachment, num_clients),
+            coordinator=hears,
         )
         _start(input_)
         try:
+            input_.wait_for_coordinator(_INIT_TIMEOUT_S)
             on_stop(lambda: commands.put(StopEngine()))
             announce()
             loop.run()
@@ -220,6 +215,16 @@ def _serve_clients(
     finally:
         output.stop(nobody_listens=loop.abandoned)
     return loop.abandoned
+
+
+def _coordinator(engine: Engine, addresses: EngineAddresses) -> tuple[str | None, str | None]:
+    """Where to hear from a coordinator, and where to tell it. An engine that runs by itself does neither."""
+    hears, tells = addresses.coordinator_input, addresses.coordinator_output
+    if not engine.needs_coordinator:
+        return None, None
+    if hears is None or tells is None:
+        raise RemoteProtocolError("INIT names no coordinator: nobody would start the waves that this engine runs in")
+    return hears, tells
 
 
 def _start(thread: InputThread | OutputThread) -> None:
