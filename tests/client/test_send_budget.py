@@ -40,6 +40,7 @@ async def test_submitters_wait_for_an_engine_that_does_not_read() -> None:
     results: list[list[int]] = []
     with anyio.fail_after(120):
         async with EngineClient(engine=engine, max_unread_bytes=LIMIT_BYTES) as client:
+            generates(client)
 
             async def submit(prompt: list[int]) -> None:
                 stream = client.generate(prompt, SamplingParams(max_tokens=3))
@@ -73,7 +74,7 @@ async def test_the_memory_of_the_process_stays_within_the_limit_too() -> None:
     process, most_bytes = psutil.Process(), 32 << 20
     with anyio.fail_after(60):
         async with EngineClient(engine=toy(max_model_len=300_000), max_unread_bytes=LIMIT_BYTES) as client:
-            assert [out async for out in client.generate([1], SamplingParams(max_tokens=1))]
+            generates(client)
             gc.collect()
             before_bytes = process.memory_info().rss
             os.kill(pid_of(client.core), signal.SIGSTOP)
@@ -152,6 +153,7 @@ async def test_the_end_wakes_those_who_wait(end: str) -> None:
 async def test_short_prompts_cause_no_calls() -> None:
     with anyio.fail_after(60):
         async with EngineClient(engine=toy()) as client:
+            generates(client)
             before = client.core.session.connection.utilities._counter
             for number in range(50):
                 async with client.generate([number], SamplingParams(max_tokens=1)) as stream:
