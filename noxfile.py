@@ -130,7 +130,9 @@ def interop(session: nox.Session) -> None:
         "ANYENGINE_VLLM_PYTHON": os.environ.get("ANYENGINE_VLLM_PYTHON") or _vllm_python(session),
         "ANYENGINE_VLLM_RS": os.environ.get("ANYENGINE_VLLM_RS") or _vllm_rs(session),
     }
-    session.run("pytest", *WORKERS, "tests/interop", *session.posargs, env={**_profile(), **vllm})
+    # One more than there are processors: engines that start, stop or are stopped leave them idle.
+    workers = [f"--numprocesses={min(4, (os.cpu_count() or 1) + 1)}", *WORKERS[2:]]
+    session.run("pytest", *workers, "tests/interop", *session.posargs, env={**_profile(), **vllm})
 
 
 def _vllm_python(session: nox.Session) -> str:

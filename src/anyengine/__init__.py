@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from ._client.inputs.text_prompts import ChatPrompt
     from ._client.operations import PauseMode
     from ._client.output_json import output_from_json, output_to_json
+    from ._client.parsers import output_parser
     from ._client.reporting import ClientStatistics, RankStatistics, StatisticsSink
     from ._client.requests.account import RankTotals
     from ._client.requests.input_session import InputSession, StreamingInput
     from ._client.requests.many import RequestGroup
     from ._client.requests.stream import RequestStream
-    from ._client.requests.stream_views import TextStream, TokenStream
+    from ._client.requests.stream_views import ParsedStream, TextStream, TokenStream
     from ._client.session.closing import EngineExit, KilledProcess, ShutdownReport
     from ._client.session.debugging import DebugSnapshot
     from ._client.session.events import ClientEvents
@@ -42,6 +43,18 @@ if TYPE_CHECKING:
         StateChanged,
     )
     from ._text import Tokenizer
+    from ._text.output_parsers import (
+        ChatParser,
+        HermesToolParser,
+        JsonToolParser,
+        OutputParser,
+        ParsedDelta,
+        ParsedOutput,
+        ThinkParser,
+        ToolCall,
+        ToolCallDelta,
+        parse_output,
+    )
     from ._wire import (
         EngineCoreOutput,
         EngineCoreOutputs,
@@ -122,6 +135,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BeamSearchParams",
+    "ChatParser",
     "ChatPrompt",
     "ClientClosedError",
     "ClientEvent",
@@ -156,8 +170,10 @@ __all__ = [
     "FinishReason",
     "FlatLogprobs",
     "HealthLevel",
+    "HermesToolParser",
     "InheritedEngine",
     "InputSession",
+    "JsonToolParser",
     "KilledProcess",
     "KvHintAction",
     "KvHintsEnvelope",
@@ -173,8 +189,12 @@ __all__ = [
     "MultiModalFieldElem",
     "OutputDetails",
     "OutputKind",
+    "OutputParser",
     "OutputProcessingError",
     "OverloadedError",
+    "ParsedDelta",
+    "ParsedOutput",
+    "ParsedStream",
     "PauseMode",
     "PlaceholderRange",
     "PoolingOutput",
@@ -215,8 +235,11 @@ __all__ = [
     "Tensor",
     "TensorLike",
     "TextStream",
+    "ThinkParser",
     "TokenStream",
     "Tokenizer",
+    "ToolCall",
+    "ToolCallDelta",
     "Usage",
     "UtilityError",
     "UtilityRejected",
@@ -225,7 +248,9 @@ __all__ = [
     "WeightVersionSpan",
     "WrongLoopError",
     "output_from_json",
+    "output_parser",
     "output_to_json",
+    "parse_output",
 ]
 
 _HOMES = {
@@ -246,7 +271,7 @@ _HOMES = {
         "_client.requests.input_session": ("InputSession", "StreamingInput"),
         "_client.requests.many": ("RequestGroup",),
         "_client.requests.stream": ("RequestStream",),
-        "_client.requests.stream_views": ("TextStream", "TokenStream"),
+        "_client.requests.stream_views": ("ParsedStream", "TextStream", "TokenStream"),
         "_client.inputs.text_prompts": ("ChatPrompt",),
         "_protocol": (
             "ClientEvent",
@@ -259,6 +284,19 @@ _HOMES = {
             "StateChanged",
         ),
         "_text": ("Tokenizer",),
+        "_text.output_parsers": (
+            "ChatParser",
+            "HermesToolParser",
+            "JsonToolParser",
+            "OutputParser",
+            "ParsedDelta",
+            "ParsedOutput",
+            "ThinkParser",
+            "ToolCall",
+            "ToolCallDelta",
+            "parse_output",
+        ),
+        "_client.parsers": ("output_parser",),
         "_wire": (
             "EngineCoreOutput",
             "EngineCoreOutputs",

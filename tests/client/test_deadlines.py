@@ -104,7 +104,7 @@ async def test_nobody_has_to_iterate() -> None:
     async with EngineClient(engine=scripted.engine) as client:
         tasks = trio.lowlevel.current_statistics().tasks_living
         streams = [await client.submit([n], LONG, inter_token_timeout_s=5 + n) for n in range(50)]
-        assert trio.lowlevel.current_statistics().tasks_living == tasks
+        assert trio.lowlevel.current_statistics().tasks_living <= tasks  # what the start left may end
         await anyio.sleep(60)
         assert client.statistics()["requests_in_flight"] == 0
         for n, stream in enumerate(streams):

@@ -15,6 +15,7 @@ from scripted_peer import UNDECODABLE, UNREADABLE
 from anyengine import (
     ClientState,
     DecodeError,
+    EncodeError,
     EngineClient,
     EngineCoreClient,
     EngineDeadError,
@@ -22,9 +23,12 @@ from anyengine import (
     OutputProcessingError,
     RemoteProtocolError,
     RequestRejected,
+    SamplingParams,
     Status,
     UtilityError,
 )
+from anyengine.testing.scripted import Script, ScriptedTwin, UtilityRule
+from anyengine.testing.scripted import expected_tokens as scripted_tokens
 
 pytestmark = pytest.mark.anyio
 
@@ -183,6 +187,34 @@ async def test_what_stands_beside_the_outputs_does_not_matter_to_them() -> None:
     assert results == {1: [7], 2: [7], 3: [7]}
 
 
+@pytest.mark.case("K66")
+async def test_what_one_side_cannot_encode_is_an_error_of_that_call_alone() -> None:
+    """A value of ours in a request or a call, and one of the engine's in a reply; a stream beside them goes on."""
+    unencodable = UtilityRule(method="get_weight_version", do="unencodable")
+    scripted = ScriptedTwin(Script(step_interval_s=0.001, utilities=(unencodable,)))
+    with anyio.fail_after(30):
+        async with EngineClient(engine=scripted.engine) as client:
+            stream = await client.submit([1], SamplingParams(max_tokens=50))
+            with pytest.raises(RequestRejected) as refused:
+                await client.submit([2], SamplingParams(extra_args={"x": {"y": object()}}))
+            assert (refused.value.parameter, refused.value.value) == ("extra_args['x']['y']", "object")
+            with pytest.raises(EncodeError) as ours:
+                await client.core.utility("collective_rpc", "method", None, [object()])
+            assert (ours.value.field, ours.value.type_name) == ("args[2][0]", "object")
+            with pytest.raises(UtilityError) as theirs:
+                await client.get_weight_version()
+            assert (theirs.value.method, theirs.value.rank) == ("get_weight_version", 0)
+            assert [token for out in [out async for out in stream] for token in out.token_ids] == scripted_tokens(
+                [1], 50
+            )
+            statistics = client.statistics()
+            assert (statistics["requests_in_flight"], statistics["utility_calls_in_flight"]) == (0, 0)
+            assert client.core.session.connection.utilities.pending == {}
+    assert len(scripted.received("add")) == 1
+    assert scripted.received("collective_rpc") == []
+
+
+@pytest.mark.case("K66")
 @pytest.mark.parametrize("what", UNREADABLE)
 async def test_a_reply_that_cannot_be_read_fails_its_call(what: str) -> None:
     with anyio.fail_after(30):

@@ -126,7 +126,6 @@ async def test_a_line_at_each_interval_and_none_when_idle_twice(caplog: pytest.L
         anyio.from_thread.run_sync(sent.send_nowait, statistics)
 
     caplog.set_level(logging.INFO, "anyengine.statistics")
-    num_told = 0
     with anyio.fail_after(30), sent, told:
         async with EngineClient(engine=twin().engine, stats_interval_s=0.02, stats_sinks=[sink]) as client:
             for _ in range(3):
@@ -135,15 +134,14 @@ async def test_a_line_at_each_interval_and_none_when_idle_twice(caplog: pytest.L
             async with client.generate([1, 2], LONG) as stream:
                 await anext(stream)
                 while (await told.receive()).in_flight == 0:
-                    num_told += 1
+                    pass
                 assert "in flight 1 reqs" in caplog.messages[-1] and "KV cache usage 1.0%" in caplog.messages[-1]
             while (await told.receive()).in_flight:
-                num_told += 1
+                pass
             for _ in range(5):
                 await told.receive()
     ends = [message for message in caplog.messages if "in flight 0 reqs" in message]
     assert 1 <= len(ends) <= 2  # the interval in which it ended, and one that says that nothing happens
-    assert len(caplog.messages) <= num_told + 3
 
 
 @pytest.mark.feature("C09")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint, EntryPoints
 from typing import Any
 
 import anyio
@@ -13,11 +14,15 @@ from anyengine import (
     EngineClient,
     OutputKind,
     OverloadedError,
+    ParsedOutput,
     RequestFailed,
     RequestOutput,
     RequestRejected,
     SamplingParams,
+    ToolCall,
     Usage,
+    output_parser,
+    parse_output,
 )
 from anyengine.testing.scripted import RequestRule, Script, ScriptedTwin, expected_tokens
 
@@ -303,3 +308,38 @@ async def test_a_long_prompt_leaves_the_loop_free(model_dir: str) -> None:
             tasks.start_soon(send)
         assert ticks > 20
     assert sent(scripted, "add") == []
+
+
+@pytest.mark.feature("R52")
+async def test_a_stream_taken_apart(model_dir: str) -> None:
+    """Reasoning, content and a call, byte by byte: the pieces are those of the whole text."""
+    text = '<think>Hm 🦙</think>Look: <tool_call>{"name": "f", "arguments": {"é": 1}}</tool_call>'
+    scripted = says(text, model_dir, step_interval_s=0.0002)
+    params = SamplingParams(max_tokens=len(text.encode()))
+    with anyio.fail_after(30):
+        async with EngineClient(engine=scripted.engine) as client:
+            async with client.generate([4], params).parsed(output_parser("think", "hermes")) as parsed:
+                deltas = [delta async for delta in parsed]
+            assert parsed.output is not None and parsed.output.finish_reason == "length"
+            left = client.generate([4], params).parsed(output_parser(tools="hermes"))
+            async with left:
+                assert "<think>".startswith((await anext(left)).content)
+            await client.drain()
+    assert all(deltas) and len(deltas) > 10
+    expected = ParsedOutput("Hm 🦙", "Look: ", (ToolCall("f", '{"é": 1}'),))
+    assert ParsedOutput.of(deltas) == parse_output(output_parser("qwen3", "hermes"), text) == expected
+    assert len(sent(scripted, "abort")) == 1
+
+
+@pytest.mark.feature("R52")
+def test_parsers_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours, and those that a distribution adds; a name that nobody knows is an error that names all others."""
+    added = EntryPoints([EntryPoint("shout", "built_parsers:ShoutParser", "anyengine.output_parsers")])
+    monkeypatch.setattr("anyengine._client.parsers.entry_points", lambda group: added.select(group=group))
+    assert parse_output(output_parser("shout"), "a").content == "A!"
+    assert parse_output(output_parser("deepseek_r1"), "a</think>b") == ParsedOutput("a", "b")
+    assert parse_output(output_parser(tools="json"), "x").content == "x"
+    with pytest.raises(ValueError, match="deepseek_r1, hermes, json, qwen3, shout, think"):
+        output_parser("no such")
+    with pytest.raises(ValueError, match="give reasoning"):
+        output_parser()

@@ -59,24 +59,24 @@ class Turns:
 
 
 class Crowd:
-    """A hundred streams, and how many tokens each has."""
+    """Many streams, and how many tokens each has."""
 
-    def __init__(self, client: EngineClient, tasks: anyio.abc.TaskGroup) -> None:
-        self.counts = [0] * STREAMS
+    def __init__(self, client: EngineClient, tasks: anyio.abc.TaskGroup, size: int = STREAMS) -> None:
+        self.counts = [0] * size
         self._changed = anyio.Event()
-        for number in range(STREAMS):
+        for number in range(size):
             tasks.start_soon(self._consume, client, number)
 
     async def _consume(self, client: EngineClient, number: int) -> None:
         async for out in client.generate([number], ENDLESS):
             self.counts[number] += len(out.token_ids)
             self._changed.set()
+            self._changed = anyio.Event()
 
     async def advance(self, num_tokens: int) -> None:
         """Until everyone has so many more."""
         goals = [count + num_tokens for count in self.counts]
         while any(count < goal for count, goal in zip(self.counts, goals, strict=True)):
-            self._changed = anyio.Event()
             await self._changed.wait()
 
 
@@ -164,6 +164,30 @@ async def test_a_burst_of_two_thousand_prompts_delays_nobody(how: str) -> None:
             tasks.cancel_scope.cancel()
     assert len(scripted.received("add")) == STREAMS + count
     assert turns.longest_s < LIMIT_S
+
+
+@pytest.mark.case("K04")
+@pytest.mark.parametrize("anyio_backend", [ASYNCIO, TRIO], ids=["asyncio", "trio"])
+async def test_a_crowd_of_five_hundred_delays_no_health_check() -> None:
+    """The slowest of the checks, several of them at a time, takes less than 0.1 s of the processor."""
+    scripted, taken_s = ScriptedTwin(Script(step_interval_s=0.05, max_running=500)), list[float]()
+    with anyio.fail_after(60):
+        async with EngineClient(engine=scripted.engine) as client, anyio.create_task_group() as tasks:
+            crowd = Crowd(client, tasks, 500)
+            await crowd.advance(1)
+
+            async def check() -> None:
+                for _ in range(5):
+                    began_s = time.thread_time()
+                    assert (await client.health("rpc", timeout_s=30)).is_healthy
+                    taken_s.append(time.thread_time() - began_s)
+                    await crowd.advance(1)
+
+            async with anyio.create_task_group() as checks:
+                for _ in range(5):
+                    checks.start_soon(check)
+            tasks.cancel_scope.cancel()
+    assert len(taken_s) == 25 and max(taken_s) < 0.1
 
 
 async def _answer_all(client: EngineClient, count: int, params: SamplingParams) -> None:

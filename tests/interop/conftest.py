@@ -14,6 +14,9 @@ from vllm_codec import VLLMCodec
 
 INSTALLED = "installed"
 
+LONGEST = ("vllm_requests", "attach", "failures", "answers", "differential", "liveness", "hurts", "operations")
+"""Files that take a minute or more, by what is in their names: begun first, or one worker is left alone with one."""
+
 
 def sources() -> dict[str, Path | None]:
     named = filter(None, os.environ.get("ANYENGINE_VLLM_RELEASES", "").split(","))
@@ -32,6 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.interop)
             item.add_marker(pytest.mark.blocking_ok)
+    items.sort(key=_turn)  # stable: within a file nothing moves
+
+
+def _turn(item: pytest.Item) -> int:
+    of_ours = Path(__file__).parent in item.path.parents
+    return next((i for i, name in enumerate(LONGEST) if of_ours and name in item.path.stem), len(LONGEST))
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from child_scripts import Transcript
 from engines import toy
 
 import anyengine._client.session.defaults as defaults
-from anyengine import EngineClient, EngineCoreClient, VLLMEngine
+from anyengine import EmbeddedEngine, EngineClient, EngineCoreClient, VLLMEngine
 from anyengine._environment import VARIABLES, Variable
 from anyengine._process.launch import launch_engine
 from anyengine._transport.endpoints import open_endpoints
@@ -138,3 +138,41 @@ def test_values_of_an_environment_are_not_shown() -> None:
     with pytest.raises(ValueError, match="not both") as caught:
         EngineClient("model", engine=engine)
     assert "secret" not in str(caught.value)
+
+
+ECHO_ENVIRONMENT = """#!{python} -SE
+import json, os
+print(json.dumps(dict(os.environ)), flush=True)
+"""
+
+
+@pytest.mark.anyio
+@pytest.mark.blocking_ok
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ({}, {"GOMP_SPINCOUNT": "5000", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}),
+        ({"OMP_WAIT_POLICY": "active"}, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}),
+        ({"GOMP_SPINCOUNT": "7", "GLIBC_TUNABLES": "x=1"}, {"GOMP_SPINCOUNT": "7", "GLIBC_TUNABLES": "x=1"}),
+    ],
+    ids=["nothing chosen", "wait policy chosen", "all chosen"],
+)
+async def test_our_engine_is_tuned_where_the_user_has_not_chosen(
+    chosen: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(ECHO_ENVIRONMENT.format(python=sys.executable))
+    python.chmod(0o755)
+    names = ("GOMP_SPINCOUNT", "GLIBC_TUNABLES", "OMP_WAIT_POLICY")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "executable", str(python))
+    child, said = launch_engine(EmbeddedEngine(), handshake_address="ipc:///h"), Transcript()
+    try:
+        await said.watch(child)
+        environment = json.loads(said.stdout[0])
+    finally:
+        child.reap()
+    assert {name: environment[name] for name in names if name in environment} == {**chosen, **expected}

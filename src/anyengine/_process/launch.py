@@ -32,13 +32,15 @@ def launch_engine(engine: LaunchedEngine, *, handshake_address: str, rank: int =
     """
     if isinstance(engine, VLLMEngine):
         return _launch_vllm(engine, handshake_address, rank)
+    env = _environment()
     if isinstance(engine, CommandEngine):
         argv = engine.argv
         launch = EngineLaunch(handshake_address=handshake_address, rank=rank)
     else:
         argv = (sys.executable, "-m", "anyengine.engine")
         launch = EngineLaunch(handshake_address=handshake_address, rank=rank, engine=engine)
-    return ChildProcess(argv, stdin_line=msgspec.json.encode(launch) + b"\n", env=_environment())
+        env = _tuned(env)
+    return ChildProcess(argv, stdin_line=msgspec.json.encode(launch) + b"\n", env=env)
 
 
 _VLLM_LAUNCHER = Path(__file__).resolve().parents[1] / "vllm" / "launcher.py"  # a program, not imported here
@@ -107,3 +109,19 @@ def _environment() -> dict[str, str]:
     if _PACKAGE_PARENT not in (*paths, sysconfig.get_paths()["purelib"]):
         env["PYTHONPATH"] = os.pathsep.join([_PACKAGE_PARENT, *paths])
     return env
+
+
+_SPIN_COUNT = "5000"
+"""How often a thread of libgomp looks for work before it sleeps: some 0.1 ms, longer than what lies between two
+products of a step. Its own 300000 (ms) starve the other threads, which are then waited for, as soon as anything else
+runs on these processors: a step of two threads took four to ten times as long on a busy machine."""
+
+
+def _tuned(env: dict[str, str]) -> dict[str, str]:
+    """``env`` with what our engine's libraries only read when the process starts, where the user has not chosen."""
+    tuned = dict(env)
+    if "OMP_WAIT_POLICY" not in env:
+        tuned.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+    # Weights are streamed at each step: on pages of 2 MiB by a tenth to a fifth faster. Read by glibc (2.35) alone.
+    tuned.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+    return tuned

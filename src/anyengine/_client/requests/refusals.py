@@ -28,16 +28,21 @@ def in_users_words(label: str) -> Iterator[None]:
         yield
     except EncodeError as exc:
         raise RequestRejected(
-            f"the request cannot be sent: {exc}",
-            parameter=exc.field,
+            f"the request cannot be sent: {_without_carrier(str(exc))}",
+            parameter=_without_carrier(exc.field or ""),
             value=exc.type_name,
             remedy="leave it out, or use an engine of a newer release",
             request_id=label,
         ) from exc
     except RequestRejected as exc:
         exc.request_id = label
-        for carrier in _CARRIERS:
-            if (exc.parameter or "").startswith(carrier):
-                exc.parameter = (exc.parameter or "").removeprefix(carrier)
-                exc.args = (str(exc).replace(carrier, ""), *exc.args[1:])
+        if exc.parameter is not None and (parameter := _without_carrier(exc.parameter)) != exc.parameter:
+            exc.parameter = parameter
+            exc.args = (_without_carrier(str(exc)), *exc.args[1:])
         raise
+
+
+def _without_carrier(text: str) -> str:
+    for carrier in _CARRIERS:
+        text = text.replace(carrier, "")
+    return text

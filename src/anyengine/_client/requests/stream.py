@@ -26,12 +26,12 @@ from .completion import Completion
 from .deadlines import Timeouts
 from .desk import RequestDesk
 from .fan_out import Completions
-from .stream_views import TextStream, TokenStream
+from .stream_views import StreamViews
 
 __all__ = ["RequestStream"]
 
 
-class RequestStream:
+class RequestStream(StreamViews):
     """The outputs of one request: an asynchronous iterator, and an asynchronous context manager.
 
     Nothing happens until it is entered, or iterated for the first time: then it is tokenized, checked, registered and
@@ -96,6 +96,11 @@ class RequestStream:
     def wire_ids(self) -> tuple[str, ...]:
         """:attr:`wire_id` of each of its completions; none before the request is sent."""
         return () if self._completions is None else tuple(state.wire_id for state in self._completions.states)
+
+    @property
+    def output_kind(self) -> OutputKind:
+        """What each of its items holds."""
+        return self._params.output_kind
 
     @property
     def lag(self) -> int:
@@ -207,28 +212,6 @@ class RequestStream:
             raise anyio.ClosedResourceError
         return self._completions.snapshot()
 
-    def text_stream(self) -> TextStream:
-        """The stream as pieces of text, none of them empty.
-
-        Raises:
-            ValueError: the request has several completions, whose texts would be mixed.
-        """
-        self._check_single()
-        return TextStream(self, self._params.output_kind)
-
-    def token_stream(self) -> TokenStream:
-        """The stream as single tokens.
-
-        Raises:
-            ValueError: the request has several completions, whose tokens would be mixed.
-        """
-        self._check_single()
-        return TokenStream(self, self._params.output_kind)
-
-    def _check_single(self) -> None:
-        if self._params.n != 1:
-            raise ValueError(f"n={self._params.n}: iterate over the stream itself, whose items say which they are of")
-
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -287,6 +270,25 @@ class RequestStream:
                 source=self,
             )
 
+    async def wait_ready(self) -> None:
+        """Wait until :meth:`__anext__` does not wait any more; the request is sent, if that was not done. For a
+        consumer in another thread, who takes when it has time, and then all that has arrived.
+
+        Raises: see :meth:`start`; nothing once it is over.
+
+        Cancellation: leaves the stream as it is.
+        """
+        if self._over:
+            return
+        try:
+            completions = await self.start()
+        except EngineError as exc:
+            self.close_nowait()
+            self._error = exc
+            raise
+        while not completions.ready(gather=self._gather):
+            await completions.parker.park()
+
     # ----------------------------------------------------------------- iteration
 
     def __aiter__(self) -> Self:
@@ -328,7 +330,7 @@ class RequestStream:
             return self._take(self._completions)
         try:
             output = one.take()
-        except Exception as exc:  # noqa: BLE001 - rule 5: see _spoilt
+        except Exception as exc:
             raise self._spoilt(exc) from exc
         if output.finish_reason is not None:
             self._over = True
@@ -373,7 +375,7 @@ class RequestStream:
             raise self._own(failure)
         try:
             output = completions.take(gather=self._gather)
-        except Exception as exc:  # noqa: BLE001 - rule 5: see _spoilt
+        except Exception as exc:
             raise self._spoilt(exc) from exc
         self._over = output.finished
         return output
@@ -381,9 +383,8 @@ class RequestStream:
     def _spoilt(self, exc: Exception) -> OutputProcessingError:
         """Rule 5: trouble with this request's text is this request's error; it is aborted, the others go on."""
         self.close_nowait()
-        error = OutputProcessingError(
-            f"cannot process the output of request {self._label!r}: {exc!r}", request_id=self._label
-        )
+        what = f"cannot process the output of request {self._label!r}: {exc!r}"
+        error = OutputProcessingError(what, request_id=self._label)
         error.__cause__ = exc
         self._error = error
         assert self._completions is not None

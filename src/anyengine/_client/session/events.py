@@ -81,13 +81,25 @@ class ClientEvents:
 
         Cancellation: safe; no event is lost.
         """
+        if not self._over:
+            self._check()
+            await anyio.lowlevel.checkpoint()
+            while self._number == self._log.next_number:
+                await self._log.wait()
+        return self.next_nowait()
+
+    def next_nowait(self) -> ClientEvent:
+        """The next event, if there is one: once the client is closed, the rest.
+
+        Raises:
+            StopAsyncIteration: the client is closed, which was told.
+            WouldBlock: nothing has happened since the last one.
+        """
         if self._over:
             raise StopAsyncIteration
-        self._check()
         log = self._log
-        await anyio.lowlevel.checkpoint()
-        while self._number == log.next_number:
-            await log.wait()
+        if self._number == log.next_number:
+            raise anyio.WouldBlock
         event = None if self._number is None else log.read(self._number)
         if event is None:
             event = self._current(0 if self._number is None else log.next_number - self._number)

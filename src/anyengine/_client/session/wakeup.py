@@ -3,13 +3,14 @@ backends.
 
 Owns the wait of the hot loop. ``anyio.Event`` would do and costs 1.4 to 2.8 us more for each token (docs/hot-loop.md):
 a parker is reusable and makes one future (asyncio) or nothing (trio) for each wait. One task parks at a time;
-:meth:`Parker.wake` is synchronous and may only be called from the loop's thread.
+:meth:`Parker.wake` is synchronous and may only be called from the loop's thread; other threads have a bell.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Callable, Generator
+from contextlib import suppress
 from functools import cache
 from threading import get_ident
 from types import coroutine
@@ -20,7 +21,7 @@ from anyengine.exceptions import WrongLoopError
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["EndBell", "Parker", "make_parker"]
+__all__ = ["EndBell", "Parker", "make_bell", "make_parker"]
 
 _ANOTHER_LOOP = "a request stream belongs to the thread and the event loop of its client, and this is another one"
 
@@ -50,16 +51,14 @@ class _AsyncioParker:
         self._running_loop = sys.modules["asyncio"]._get_running_loop  # None, not an error, where there is none
         self._future: asyncio.Future[None] | None = None
 
-    @coroutine
-    def park(self) -> Generator[Any, Any, None]:
+    def park(self) -> asyncio.Future[None]:
         loop = self._loop
         if self._running_loop() is not loop:  # every thread has its own
             raise WrongLoopError(_ANOTHER_LOOP)
-        self._future = future = loop.create_future()
-        try:
-            yield from future
-        finally:
-            self._future = None
+        # That nobody waits for it any more is seen by its being done: a cancelled one is.
+        future: asyncio.Future[None] = loop.create_future()
+        self._future = future
+        return future
 
     def wake(self) -> None:
         future = self._future
@@ -98,6 +97,23 @@ def make_parker() -> Parker:
     return _AsyncioParker(sys.modules["asyncio"].get_running_loop())  # not ours to import: a program on trio has none
 
 
+def make_bell(parker: Parker) -> Callable[[], None]:
+    """What wakes ``parker``, made for the running event loop, from any thread and at any moment: a signal handler or a
+    collection may ring. Does nothing once the loop has ended."""
+    trio = sys.modules.get("trio")
+    call_soon: Callable[[Callable[[], None]], object]
+    if trio is not None and trio.lowlevel.in_trio_run():
+        call_soon = trio.lowlevel.current_trio_token().run_sync_soon
+    else:
+        call_soon = sys.modules["asyncio"].get_running_loop().call_soon_threadsafe
+
+    def ring() -> None:
+        with suppress(RuntimeError):  # the loop is closed (trio's RunFinishedError is one, too)
+            call_soon(parker.wake)
+
+    return ring
+
+
 @cache
 def _trio_parker_class() -> type[Parker]:
     from outcome import Value  # what trio's tasks are woken with
@@ -108,7 +124,7 @@ def _trio_parker_class() -> type[Parker]:
     woken = Value(None)  # a value is unwrapped once only, and this one never
     # What wait_task_rescheduled() says to the loop: always the same, so one is enough. The coroutines around it, made
     # for each wait, would cost more than the rest of the wait.
-    waiting = lowlevel.wait_task_rescheduled(lambda _: succeeded)
+    waiting = lowlevel.wait_task_rescheduled(lambda _: succeeded)  # noqa: ASYNC105 - for what it yields
     trap = waiting.send(None)
     waiting.close()
 

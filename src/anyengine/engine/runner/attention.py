@@ -190,12 +190,14 @@ def _attend_single(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, 
     than scaled_dot_product_attention, by far in bfloat16.
     """
     count, num_heads, head_dim = queries.shape
-    grouped = queries.reshape(count, keys.shape[1], -1, head_dim)  # [count, num_kv_heads, heads of each, head_dim]
-    scores = torch.matmul(grouped, keys.transpose(-1, -2))  # [count, num_kv_heads, heads of each, num_tokens]
+    num_kv_heads = keys.shape[1]
+    # Products of three dimensions: torch.matmul of four takes as long again for small batches.
+    grouped = queries.reshape(count * num_kv_heads, -1, head_dim)  # [count * num_kv_heads, heads of each, head_dim]
+    scores = torch.bmm(grouped, keys.flatten(0, 1).transpose(1, 2)).view(count, num_kv_heads, -1, keys.shape[2])
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    weights = torch.softmax(scores.add_(mask), dim=-1, dtype=torch.float32).to(values.dtype)
-    return torch.matmul(weights, values).reshape(count, num_heads, head_dim)
+    weights = torch.softmax(scores.add_(mask), dim=-1)  # inside, in float32; [count, kv_heads, heads of each, tokens]
+    return torch.bmm(weights.flatten(0, 1), values.flatten(0, 1)).view(count, num_heads, head_dim)
 
 
 def _attend_chunk(

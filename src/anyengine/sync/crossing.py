@@ -1,0 +1,69 @@
+"""How the outputs of one request stream come to a consumer in another thread.
+
+Owns the hand-over of items. A pump in the client's loop waits for the stream, and a consumer in a thread for the pump:
+an item that is waited for crosses once. A consumer that comes late rings for all that has arrived meanwhile, in one
+item. Knows nothing of what an item is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+import anyio
+
+from anyengine._client.requests.stream import RequestStream
+from anyengine._client.session.wakeup import make_bell, make_parker
+from anyengine.outputs import RequestOutput
+
+from .client_thread import ClientThread
+
+__all__ = ["Crossing"]
+
+
+class Crossing:
+    """One stream's pump, and the queue behind it. Made when the consumer asks for the first item.
+
+    Invariant: nothing is taken from the stream before the consumer wants it, so that a slow consumer finds it merged.
+    The consumer sets ``_wanted`` before it looks whether the pump is idle, and the pump says that it is idle before it
+    looks at ``_wanted``: one of them sees the other.
+    """
+
+    def __init__(self, thread: ClientThread, stream: RequestStream) -> None:
+        self._stream = stream
+        self._wanted = False
+        self._idle = False
+        self.was_cut = False
+        """Whether the pump was cancelled: by its consumer, or at the end of the loop."""
+        self._bell: Callable[[], None]
+        self._items: SimpleQueue[RequestOutput | None] = SimpleQueue()
+        self.pump: Future[None] = thread.submit(self._pump, outlives_client=True)
+        """Ends with the stream; its exception is the stream's, unless it was cut."""
+        items = self._items  # and not self: a future must not keep its consumer's side alive
+        self.pump.add_done_callback(lambda _: items.put(None))
+
+    def take(self) -> RequestOutput | None:
+        """Wait for the next item; ``None`` when the pump has ended."""
+        self._wanted = True
+        if self._idle:
+            self._bell()
+        return self._items.get()
+
+    async def _pump(self) -> None:
+        stream = self._stream
+        parker = make_parker()
+        self._bell = make_bell(parker)
+        try:
+            while True:
+                await stream.wait_ready()
+                self._idle = True
+                while not self._wanted:
+                    await parker.park()
+                self._idle = self._wanted = False
+                self._items.put(await anext(stream))
+        except StopAsyncIteration:
+            return
+        except anyio.get_cancelled_exc_class():
+            self.was_cut = True
+            raise
