@@ -226,3 +226,38 @@ class PoolingOutput(msgspec.Struct, frozen=True, kw_only=True):
     data: TensorLike
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+
+    @property
+    def embedding(self) -> list[float]:
+        """The vector of the whole prompt.
+
+        Raises:
+            ValueError: there is one of each token, or something else.
+        """
+        if len(self.data.shape) != 1:
+            raise ValueError(f"data of shape {self.data.shape} is no vector")
+        numbers: list[float] = self.data.tolist()
+        return numbers
+
+    @property
+    def probs(self) -> list[float]:
+        """The probability of each class.
+
+        Raises:
+            ValueError: see :attr:`embedding`.
+        """
+        return self.embedding
+
+    @property
+    def score(self) -> float:
+        """The one number that a cross-encoder gives.
+
+        Raises:
+            ValueError: there are several.
+        """
+        numbers = self.data.tolist()
+        while isinstance(numbers, list) and len(numbers) == 1:
+            numbers = numbers[0]
+        if isinstance(numbers, list):
+            raise ValueError(f"data of shape {self.data.shape} is no score")
+        return float(numbers)

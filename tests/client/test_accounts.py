@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import anyio
 import anyio.lowlevel
 import psutil
 import pytest
+import sniffio
+import trio.lowlevel
 import zmq
 from engines import toy
 from memory_engines import in_loop
@@ -158,6 +162,76 @@ async def test_a_process_is_idle_after_any_cancellation() -> None:
                 scope.cancel()
         await _assert_idle()
         await stream.aclose()
+
+
+class _Stubborn:
+    """An await of somebody else's that cannot be cancelled, until :meth:`relent`."""
+
+    def __init__(self) -> None:
+        self._relents: Callable[[], object] | None = None
+
+    async def wait(self) -> None:
+        if self.is_awaited:
+            return  # once is enough
+        if sniffio.current_async_library() == "trio":
+            task = trio.lowlevel.current_task()
+            self._relents = lambda: trio.lowlevel.reschedule(task)
+            await trio.lowlevel.wait_task_rescheduled(lambda _: trio.lowlevel.Abort.FAILED)
+        else:
+            future = _StubbornFuture()
+            self._relents = lambda: future.set_result(None)
+            await future
+
+    @property
+    def is_awaited(self) -> bool:
+        return self._relents is not None
+
+    def relent(self) -> None:
+        assert self._relents is not None
+        self._relents()
+
+
+class _StubbornFuture(asyncio.Future[None]):
+    def cancel(self, msg: object = None) -> bool:
+        return False
+
+
+@pytest.mark.case("K75")
+@pytest.mark.parametrize("how", ["refused", "swallowed"])
+async def test_a_process_is_idle_after_a_cancellation_that_somebody_would_not_have(how: str) -> None:
+    """While it is refused the loop may spin, which is the loop's business; then all is over at once."""
+    stubborn, scope = _Stubborn(), anyio.CancelScope()
+    scripted = ScriptedTwin(Script(step_interval_s=0.2))
+
+    async def third_party() -> None:
+        if how == "refused":
+            await stubborn.wait()
+        else:
+            with suppress(anyio.get_cancelled_exc_class()):
+                await anyio.sleep_forever()
+
+    async def live() -> None:
+        with scope:
+            async with EngineClient(engine=scripted.engine) as client:
+                async with client.generate([1], SamplingParams(max_tokens=2000)) as stream:
+                    async for _ in stream:
+                        await third_party()
+
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(live)
+            while not scripted.received("add"):
+                await anyio.lowlevel.checkpoint()
+            while how == "refused" and not stubborn.is_awaited:
+                await anyio.lowlevel.checkpoint()
+            scope.cancel()
+            for _ in range(10):
+                await anyio.lowlevel.checkpoint()
+            if how == "refused":
+                stubborn.relent()
+        assert scope.cancelled_caught
+        await _assert_idle()
+    assert len(scripted.received("abort")) == 1
 
 
 async def _assert_idle() -> None:

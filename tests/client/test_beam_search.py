@@ -81,7 +81,8 @@ def everything(max_tokens: int, penalty: float, *, ignore_eos: bool) -> list[tup
                 continue
             total = sum(logprob([*PROMPT, *tokens[:at]], token) for at, token in enumerate(tokens))
             kept = tokens[:-1] if ends else tokens
-            found.append((kept, total, total / (len(PROMPT) + len(kept)) ** penalty))
+            length_counted = len(PROMPT) + len(kept) - ((kept or PROMPT)[-1] == EOS)
+            found.append((kept, total, total / length_counted**penalty))
     found.sort(key=lambda item: -item[2])
     return [(list(tokens), total) for tokens, total, _ in found]
 

@@ -19,6 +19,7 @@ from anyengine import (
     RemoteEngine,
     RequestRejected,
     RunningEngine,
+    SamplingParams,
     VLLMEngine,
 )
 from anyengine._client.engines.engine_limits import limits_of
@@ -110,7 +111,7 @@ def test_the_registration_the_files_and_the_release() -> None:
     assert vllm({"max_loras": 3}, EngineCoreReadyResponse(64, vllm_version="0.28.0")).max_loras == 3
     assert not vllm({}, EngineCoreReadyResponse(64, vllm_version="9.0.0")).known_methods_only
     embedded = limits_of(None, EmbeddedEngine())
-    assert embedded == msgspec.structs.replace(UNKNOWN, tasks=frozenset(("generate",)))
+    assert embedded == msgspec.structs.replace(UNKNOWN, structured_outputs_backend="guidance")
 
 
 def test_what_several_engines_take() -> None:
@@ -129,10 +130,13 @@ def test_what_several_engines_take() -> None:
 
 @pytest.mark.anyio
 async def test_tasks_are_known_in_one_place() -> None:
-    """The embedded engine is never asked; one behind a command at the first request, after which both levels know."""
+    """An engine is asked at the first request, after which both levels know."""
     with anyio.fail_after(30):
         async with EngineClient(engine=toy()) as client:
-            assert client.core.session.connection.limits[0].tasks == {"generate"}
+            limits = client.core.session.connection.limits
+            assert limits[0].tasks is None
+            await client.generate([1], SamplingParams(max_tokens=1)).final()
+            assert limits[0].tasks == {"generate"}
         async with EngineClient(engine=misbehaving("pooler")) as client:
             limits = client.core.session.connection.limits
             assert limits[0].tasks is None

@@ -65,14 +65,14 @@ SECTIONS: Final[dict[str, dict[str, Guarantee]]] = {
     },
     "Shutdown and leaks": {
         "K10": Guarantee("When the host dies, no process of an engine of ours stays, at whatever stage", 5),
-        "K11": Guarantee("Closing gives every consumer its end, within the grace period and two seconds"),
+        "K11": Guarantee("Closing gives every consumer its end, whatever the engine ignores", budget="grace + 2 s"),
         "K12": Guarantee("Closing under load is silent", budget="1,000 times (deep)"),
         "K14": Guarantee("What a killed run has left is found and removed by the next"),
         "K15": Guarantee("The same model can be opened again right behind the block", budget="20 times"),
         "K17": Guarantee("A body's exception leaves the block unchanged, and nothing behind", 5),
         "K18": Guarantee("No ZMQ object outlives the block; the interpreter exits at once", 1),
-        "K20": Guarantee("Only processes of the client's own are ever signalled"),
-        "L15": Guarantee("What is in flight may finish before the client closes"),
+        "K20": Guarantee("Only processes of the client's own are ever signalled", budget="every way out"),
+        "L15": Guarantee("What is in flight may finish before the client closes", budget="timeout + 1 s"),
         "L16": Guarantee("Engines are stopped in order, by force if need be, and a report says so"),
         "L17": Guarantee("A clean exit logs nothing that looks like trouble", budget="100 cycles"),
         "L18": Guarantee("Nothing depends on finalizers; engines end with their host", 2),
@@ -140,7 +140,7 @@ SECTIONS: Final[dict[str, dict[str, Guarantee]]] = {
         "L42": Guarantee("A tensor may be changed as soon as it has been given"),
     },
     "Back-pressure and speed": {
-        "K72": Guarantee("A huge prompt or a burst delays nobody else", budget="50 ms"),
+        "K72": Guarantee("A huge prompt or a burst delays nobody else", budget="50 ms of a processor"),
         "K73": Guarantee(
             "Beyond the limit, requests are refused or wait; every slot comes back", budget="0 at the end"
         ),

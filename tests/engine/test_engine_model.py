@@ -123,3 +123,28 @@ def _num_bytes(layer: torch.Tensor) -> int:
 
 def _shape(layer: torch.Tensor) -> LayerShape:
     return LayerShape(layer.shape[2], layer.shape[4])
+
+
+def test_a_prefix_of_a_thousand_tokens_is_computed_once(tmp_path: Path) -> None:
+    """What the second request says of itself is what went through the model."""
+    model_dir = make_tiny_model("llama", tmp_path / "llama", max_position_embeddings=2048)
+    runner = open_runner(model_dir)
+    engine = EngineCore(runner, EmbeddedEngine(max_num_batched_tokens=300))
+    shared = [_random.randrange(VOCAB_SIZE) for _ in range(1000)]
+    computed, answers = [], []
+    for number in range(2):
+        prompt = [*shared, *range(number, number + 10)]
+        engine.add(EngineCoreRequest("a", prompt, sampling_params=WireSamplingParams(temperature=0.0, max_tokens=4)))
+        outputs = []
+        while engine.has_work():
+            outputs += [output for _, output in engine.step()]
+        stats = outputs[0].prefill_stats
+        assert stats is not None
+        through_model = engine.utility("get_engine_statistics", [])["num_prefill_tokens_computed"]
+        computed.append((stats.num_computed_tokens, stats.num_cached_tokens, through_model))
+        answers.append((prompt, [token for output in outputs for token in output.new_token_ids]))
+    whole_blocks = 1000 // 16 * 16
+    assert computed == [(1010, 0, 1010), (1010 - whole_blocks, whole_blocks, 1010 + 1010 - whole_blocks)]
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype="float32")
+    for prompt, token_ids in answers:
+        assert_greedy("behind a shared prefix", model, prompt, token_ids)

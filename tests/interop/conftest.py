@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from real_model import SmolLM2
 from vllm_codec import VLLMCodec
 
 INSTALLED = "installed"
@@ -45,6 +46,11 @@ def _turn(item: pytest.Item) -> int:
 @pytest.fixture(scope="session")
 def vllm_python() -> str:
     return os.environ["ANYENGINE_VLLM_PYTHON"]
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> SmolLM2:
+    return SmolLM2.found()
 
 
 @pytest.fixture(scope="module", params=[("asyncio", {}), ("trio", {})], ids=["asyncio", "trio"])

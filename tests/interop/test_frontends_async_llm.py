@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from attached_engines import DEADLINE_S, AsyncLLMChild, attached_engine, free_port
+from real_model import SmolLM2
 from reference_generation import Reference, assert_agrees, reference_of
 from vllm_engines import MAX_MODEL_LEN, make_vllm_model
 
@@ -161,7 +162,7 @@ def test_every_call_of_its_own(pair: Pair) -> None:
     assert call("is_paused") is True
     assert call("resume_generation") is None
     assert call("is_paused") is False
-    assert "no profiler" in call("start_profile")
+    assert "profile_dir" in call("start_profile")
     pair.llm.generate("after all that", PROMPTS[0], max_tokens=4)
     pair.llm.wait_for("end", "after all that")
 
@@ -177,29 +178,29 @@ def test_shutdown_of_the_front_end_is_the_end_of_the_engine(pair: Pair) -> None:
 
 @pytest.mark.feature("D02")
 @pytest.mark.feature("P07")
-def test_two_ranks_and_the_end_of_one(
-    vllm_python: str, model: Path, references: list[Reference], tmp_path: Path
-) -> None:
+@pytest.mark.model
+def test_two_ranks_of_a_real_model_and_the_end_of_one(vllm_python: str, smollm2: SmolLM2, tmp_path: Path) -> None:
     """AsyncLLM brings its coordinator along and balances. It did not start the engines and cannot watch their
     processes: the one that leaves has to say so."""
-    port = free_port()
+    port, model = free_port(), smollm2.directory
     with (
         AsyncLLMChild.started(vllm_python, model, port, tmp_path / "llm", data_parallel_size=2) as llm,
         attached_engine(model, port, tmp_path / "engine 0"),
         attached_engine(model, port, tmp_path / "engine 1", "--rank", "1") as engine,
     ):
         llm.wait_for("ready")
-        for i, prompt in enumerate(PROMPTS):
-            llm.generate(str(i), prompt, max_tokens=MAX_TOKENS)
-        llm.wait_for("end", *map(str, range(len(PROMPTS))))
-        for i, reference in enumerate(references):
+        for i, prompt in enumerate(smollm2.prompts):
+            llm.generate(str(i), prompt, temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+        llm.wait_for("end", *map(str, range(len(smollm2.prompts))))
+        for i, reference in enumerate(smollm2.references(MAX_TOKENS)):
             assert_agrees(f"prompt {i}", llm.tokens(str(i)), reference)
+        assert "Paris" in smollm2.text(llm.tokens("0"))
         counts = llm.call("core.call_utility_all_async", "get_engine_statistics")
-        assert sum(rank["adds_received"] for rank in counts) == len(PROMPTS)
+        assert sum(rank["adds_received"] for rank in counts) == len(smollm2.prompts)
         assert all(rank["adds_received"] for rank in counts)
         engine.send_signal(signal.SIGTERM)
         assert engine.wait(DEADLINE_S) == 0
-        llm.generate("too late", PROMPTS[0], max_tokens=4)
+        llm.generate("too late", smollm2.prompts[0], max_tokens=4)
         while (event := llm.next_event()).get("id") != "too late":
             pass
         assert event["event"] == "dead"

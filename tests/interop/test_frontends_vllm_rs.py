@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 import torch
 import transformers
 from attached_engines import DEADLINE_S, RustFrontend, attached_engine, free_port
+from real_model import SMOLLM2_TEXTS, SmolLM2
 from reference_generation import assert_agrees, reference_of
 from vllm_engines import MAX_MODEL_LEN, make_vllm_model
 
@@ -99,7 +101,7 @@ def test_a_refusal_is_an_answer_with_the_reason(pair: Pair) -> None:
     status, text = pair.server.post("/v1/completions", {**body, "structured_outputs": {"regex": "[ab]+"}})
     assert status == 400
     assert json.loads(text)["error"]["message"] == (
-        "sampling parameter structured_outputs is not supported by this engine"
+        "structured_outputs needs a model with an end-of-sequence token, and this one names none"
     )
     assert pair.server.complete(PROMPTS[0], max_tokens=2)["usage"]["completion_tokens"] == 2
 
@@ -151,13 +153,19 @@ def test_its_end_is_the_end_of_the_engine(pair: Pair) -> None:
 
 
 @pytest.mark.feature("F15")
-def test_an_engine_that_stays_serves_the_next_one(vllm_rs: str, model: Path, tmp_path: Path) -> None:
-    port = free_port()
+@pytest.mark.model
+def test_an_engine_that_stays_serves_the_next_one(vllm_rs: str, smollm2: SmolLM2, tmp_path: Path) -> None:
+    """With answers of a real model; and one that is constrained."""
+    port, model = free_port(), smollm2.directory
+    reference = smollm2.references(8)[0]
     with attached_engine(model, port, tmp_path / "engine", "--stay") as engine:
         for number in range(2):
             with RustFrontend.started(vllm_rs, model, port, tmp_path / f"server{number}") as server:
                 server.wait_until_it_serves()
-                assert server.complete(PROMPTS[0], max_tokens=2)["usage"]["completion_tokens"] == 2
+                answer = server.complete(SMOLLM2_TEXTS[0], max_tokens=8, temperature=0, ignore_eos=True)
+                assert answer["choices"][0]["text"] == smollm2.text(reference.token_ids)
+                bound = server.complete("The", max_tokens=20, structured_outputs={"regex": " (ab|cd){2}!"})
+                assert re.fullmatch(r" (ab|cd){2}!", bound["choices"][0]["text"])
                 server.process.send_signal((signal.SIGKILL, signal.SIGTERM)[number])
                 server.process.wait(DEADLINE_S)
         assert engine.poll() is None

@@ -6,7 +6,9 @@ byte, log-probabilities, several completions, aborts. Accepted differences are i
 
 from __future__ import annotations
 
+import math
 import subprocess
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,14 @@ import anyio
 import built_tokenizers
 import msgspec
 import pytest
-from hypothesis import Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from offline_client import OfflineClient
 from text_cases import EOS, OTHER_EOS, TOKENIZERS, make_case
 from tiny_models import make_tiny_model
 
-from anyengine import FlatLogprobs, RequestOutput, RequestRejected
+from anyengine import BeamSearchParams, FlatLogprobs, Logprob, RequestOutput, RequestRejected
+from anyengine._client.requests.beams import Beams
 from anyengine._text import ModelFacts, Tokenizer
 from anyengine.testing._profiles import deep_profile
 
@@ -199,3 +202,40 @@ def rows_of(rows: FlatLogprobs | None) -> Any:
     if rows is None:
         return None
     return [None if row is None else [[t, p.logprob, p.rank, p.decoded_token] for t, p in row.items()] for row in rows]
+
+
+@pytest.mark.feature("C43", "R34")
+@settings(max_examples=1000 if deep_profile() else 60, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@given(
+    prompt=st.lists(st.integers(0, 11), min_size=1, max_size=4),
+    width=st.integers(1, 6),
+    length=st.integers(1, 5),
+    penalty=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    ignore_eos=st.booleans(),
+    shown=st.booleans(),
+)
+def test_beams_are_vllms(
+    vllm: VLLM, prompt: list[int], width: int, length: int, penalty: float, ignore_eos: bool, shown: bool
+) -> None:
+    eos = 3
+    params: dict[str, Any] = {
+        "beam_width": width, "max_tokens": length, "length_penalty": penalty, "ignore_eos": ignore_eos,
+        "include_stop_str_in_output": shown,
+    }  # fmt: skip
+    theirs = vllm.ask({"prompt": prompt, "eos": eos, "params": params})
+    beams = Beams(BeamSearchParams(**params), prompt, eos)
+    for _ in range(length):
+        if beams.running:
+            beams.extend([likeliest([*prompt, *beam.token_ids], 2 * width) for beam in beams.running])
+    ours = [[list(b.token_ids), b.cumulative_logprob, "stop" if b.has_ended else "length"] for b in beams.best()]
+    assert [one[1] for one in ours] == pytest.approx([one[1] for one in theirs])
+    assert ours == [[ids, pytest.approx(logprob), reason] for ids, logprob, reason in theirs]
+
+
+def likeliest(prompt: list[int], count: int) -> dict[int, Logprob]:
+    """The distribution behind ``prompt``: the model of ``vllm_text_child.py``."""
+    seed = b"".join(token.to_bytes(4, "big") for token in prompt)
+    weights = [1 + zlib.crc32(bytes([token]), zlib.crc32(seed)) % 997 for token in range(12)]
+    total = sum(weights)
+    ranked = sorted(range(12), key=lambda token: (-weights[token], token))[:count]
+    return {token: Logprob(math.log(weights[token] / total), rank) for rank, token in enumerate(ranked, 1)}

@@ -100,7 +100,7 @@ async def collect(client: EngineClient, prompt: Any, params: SamplingParams, **f
         token_ids=[token for out in outputs for token in out.token_ids],
         finish_reason=outputs[-1].finish_reason,
         stop_reason=outputs[-1].stop_reason,
-        num_cached_tokens=outputs[-1].num_cached_tokens,
+        facts=outputs[-1].facts,
         logprobs=rows or None,  # type: ignore[arg-type]
         cumulative_logprob=outputs[-1].cumulative_logprob,
         prompt_logprobs=prompt_rows[0] if prompt_rows else None,
@@ -421,3 +421,35 @@ async def test_the_ways_out_of_a_pooling_request(pooling_client: EngineClient) -
         assert scope.cancelled_caught
         assert client.statistics()["requests_in_flight"] == 0
         assert (await client.encode("text", PoolingParams(task="embed"))).num_prompt_tokens == 4
+
+
+# ------------------------------------------------------------------------------------------------- prompts in parts
+
+
+@pytest.mark.feature("C44")
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_each_part_continues_the_whole(client: EngineClient, reference: Any, ahead: bool) -> None:
+    """With the answers before it, but for their last token, whose keys and values vLLM has not computed."""
+    parts = [list(PROMPTS[0]), [7, 8, 9], [11, 12]]
+    answers: list[list[int]] = [[] for _ in parts]
+    with anyio.fail_after(60):
+        async with client.input_session(greedy(max_tokens=4)) as session:
+            answered = 0
+            for part in parts:
+                await session.send(part)
+                while not ahead and len(answers[answered]) < 4:
+                    answers[answered] += (await anext(session)).token_ids
+                answered += not ahead
+            session.end()
+            async for out in session:
+                answers[answered] += out.token_ids
+                answered += out.finish_reason is not None
+        await client.drain()
+        assert client.stats().in_flight == 0
+    context: list[int] = []
+    for part, answer in zip(parts, answers, strict=True):
+        context += part
+        assert_agrees(f"part {part}", answer, reference_of(reference, context, 4))
+        context += answer[:-1]
+    plain = await collect(client, PROMPTS[0], greedy(max_tokens=4))  # and nothing is left of it
+    assert_agrees("behind it", plain.token_ids, reference_of(reference, PROMPTS[0], 4))

@@ -1,15 +1,19 @@
 """vLLM's own InputProcessor and OutputProcessor, without an engine: cases in, what a user of AsyncLLM would see out.
 
 Runs inside vLLM's environment and imports nothing of ours. Each message is 4 bytes of length (big endian) and msgpack.
-The first one has the model directory and the tokenizer files; each further one is a list of cases.
+The first one has the model directory and the tokenizer files; each further one is a list of cases, or a beam search.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import os
 import sys
+import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
@@ -20,9 +24,11 @@ import msgspec
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
-from vllm import SamplingParams
+from vllm import CompletionOutput, RequestOutput, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import RequestOutputKind
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+from vllm.logprobs import Logprob
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -183,6 +189,45 @@ def arrays(rows: Any) -> list[Any]:
     return [np.array(token_ids, np.int64), np.array(logprobs, np.float32), np.array(ranks, np.int64)]
 
 
+class BeamEngine:
+    """What vLLM's beam search calls: a model whose distributions follow from the prompt alone."""
+
+    def __init__(self) -> None:
+        self.input_processor = SimpleNamespace(resolve_watermarking=lambda params: None)
+
+    async def generate(self, prompt: Any, params: SamplingParams, request_id: str, **_: Any) -> Any:
+        row = {
+            token: Logprob(logprob, rank) for rank, (token, logprob) in enumerate(likeliest(prompt, params.logprobs), 1)
+        }
+        completion = CompletionOutput(0, "", [next(iter(row))], None, [row], finish_reason="length")
+        yield RequestOutput(request_id, None, None, None, [completion], True)
+
+
+def likeliest(prompt: dict[str, Any], count: int) -> list[tuple[int, float]]:
+    """Of twelve tokens; written once more in ``test_text_differential.py``."""
+    seed = b"".join(token.to_bytes(4, "big") for token in prompt["prompt_token_ids"])
+    weights = [1 + zlib.crc32(bytes([token]), zlib.crc32(seed)) % 997 for token in range(12)]
+    total = sum(weights)
+    ranked = sorted(range(12), key=lambda token: (-weights[token], token))[:count]
+    return [(token, math.log(weights[token] / total)) for token in ranked]
+
+
+def beams_of(case: dict[str, Any]) -> list[Any]:
+    """What vLLM finds: tokens, log-probability and finish reason of each answer."""
+    search = BeamSearchOnlineMixin()
+    search.engine_client = BeamEngine()
+    tokenizer = SimpleNamespace(eos_token_id=case["eos"], decode=lambda *_, **__: "")
+    search.renderer = SimpleNamespace(get_tokenizer=lambda: tokenizer)
+
+    async def run() -> list[Any]:
+        prompt = {"type": "token", "prompt_token_ids": case["prompt"]}
+        params = BeamSearchParams(**case["params"])
+        (output,) = [output async for output in search.beam_search(prompt, "label", params)]
+        return [[one.token_ids, one.cumulative_logprob, one.finish_reason] for one in output.outputs]
+
+    return asyncio.run(run())
+
+
 def rows_of(rows: Any) -> Any:
     if rows is None:
         return None
@@ -201,6 +246,8 @@ def main() -> None:
     while (message := read(sys.stdin.buffer)) is not None:
         if processors is None:
             processors, reply = Processors(**message), "ready"
+        elif isinstance(message, dict):
+            reply = beams_of(message)
         else:
             reply = [processors.answer(case) for case in message]
         encoded = msgspec.msgpack.encode(reply)

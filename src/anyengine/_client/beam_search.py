@@ -43,7 +43,7 @@ async def search_beams(
         logprobs=2 * params.beam_width, max_tokens=1, temperature=params.temperature, detokenize=False
     )
     others: Any = {name: value for name, value in fields.items() if name not in ("tokenization_kwargs", "prompt_text")}
-    beams = Beams(params, len(prepared), builder.eos_token_id)
+    beams = Beams(params, prepared, builder.eos_token_id)
     for _ in range(params.max_tokens):
         prompts = [[*prepared, *beam.token_ids] for beam in beams.running]
         rows: list[Any] = [None] * len(prompts)

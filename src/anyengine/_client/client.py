@@ -21,7 +21,6 @@ from anyengine.outputs import PoolingOutput
 from anyengine.params import PoolingParams, SamplingParams
 from anyengine.policies import RestartPolicy, RetryPolicy
 
-from .adapters import Adapters
 from .core_client import EngineCoreClient
 from .engines.engine_limits import common_limits
 from .engines.health import ClientHealth, HealthLevel, examine
@@ -30,7 +29,7 @@ from .inputs.model_files import load_model_files
 from .inputs.prompts import Prompt
 from .inputs.request_builder import RequestBuilder
 from .inputs.request_fields import GenerateOptions, RequestFields, check_field_names
-from .pooling import encode_once
+from .pooling import PoolingShortcuts, encode_once
 from .reporting import ClientStatistics, Reports, StatisticsReports, StatisticsSink, take_statistics
 from .request_control import RequestControl
 from .requests.admission import AdmissionSettings
@@ -42,11 +41,12 @@ from .session.debugging import DebugSnapshot
 from .session.events import ClientEvents
 from .session.notifications import Notification
 from .shortcuts import RequestShortcuts
+from .vllm_names import VLLMNames
 
 __all__ = ["EngineClient"]
 
 
-class EngineClient(RequestShortcuts, RequestControl, Adapters, StatisticsReports):
+class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames, StatisticsReports):
     """A client of one engine core, or of several, in one task group.
 
     Use it as ``async with EngineClient(...) as client:``, under trio or asyncio. Construction touches no event loop.

@@ -233,6 +233,16 @@ class EngineCoreClient(EngineInfo):
         session.send(rank, frames)
         session.send_budget.charge(rank, sum(memoryview(frame).nbytes for frame in frames))
 
+    def tell(self, request: EngineCoreRequest) -> None:
+        """Send a request that has no answer (``abort_immediately``), to its ``data_parallel_rank`` or to the next.
+
+        Raises: see :meth:`add`.
+        """
+        session = self.usable_session()
+        wanted = request.data_parallel_rank
+        rank = self._choose_rank(session) if wanted is None else session.check_rank(wanted, "data_parallel_rank")
+        session.send(rank, session.connection.check(request, rank))
+
     async def wait_room(self) -> None:
         """Wait until an engine has room for a request; see ``max_unread_bytes``. Returns at once in ordinary times.
 

@@ -5,7 +5,15 @@ Owns the waiting for it, with the same ways out as a request stream has: every o
 
 from __future__ import annotations
 
-from anyengine.exceptions import RequestFailed
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import mul
+from typing import Unpack
+
+import anyio
+
+from anyengine.exceptions import EngineError, RequestFailed
 from anyengine.outputs import PoolingOutput
 from anyengine.params import PoolingParams
 
@@ -13,7 +21,78 @@ from .inputs.prompts import Prompt
 from .inputs.request_fields import RequestFields
 from .requests.desk import RequestDesk
 
-__all__ = ["encode_once"]
+__all__ = ["PoolingShortcuts", "encode_once"]
+
+
+class PoolingShortcuts:
+    """Part of :class:`EngineClient`. Lifetime: the client's. Errors and cancellation are those of
+    :meth:`EngineClient.encode`."""
+
+    async def encode(
+        self, prompt: Prompt, pooling_params: PoolingParams | None = None, **fields: Unpack[RequestFields]
+    ) -> PoolingOutput:
+        """See :class:`EngineClient`."""
+        raise NotImplementedError
+
+    async def embed(
+        self, prompt: Prompt, *, dimensions: int | None = None, **fields: Unpack[RequestFields]
+    ) -> PoolingOutput:
+        """The embedding of ``prompt``: ``data`` [size], ``embedding`` as a list. ``dimensions`` cuts those of a
+        Matryoshka model."""
+        return await self.encode(prompt, PoolingParams(task="embed", dimensions=dimensions), **fields)
+
+    async def classify(self, prompt: Prompt, **fields: Unpack[RequestFields]) -> PoolingOutput:
+        """The classes of ``prompt``: ``data`` [num_classes], ``probs`` as a list."""
+        return await self.encode(prompt, PoolingParams(task="classify"), **fields)
+
+    async def score(self, query: Prompt, documents: Sequence[Prompt], **fields: Unpack[RequestFields]) -> list[float]:
+        """How near each of ``documents`` is to ``query``: the cosine of their embeddings. They are computed at once;
+        the first failure ends all."""
+        vectors: list[list[float]] = [[]] * (len(documents) + 1)
+
+        async def embed(index: int, prompt: Prompt) -> None:
+            vectors[index] = (await self.embed(prompt, **fields)).embedding
+
+        with plain_errors():
+            async with anyio.create_task_group() as tasks:
+                for index, prompt in enumerate((query, *documents)):
+                    tasks.start_soon(embed, index, prompt)
+        first, *others = vectors
+        return [_cosine(first, other) for other in others]
+
+    async def rerank(
+        self, query: Prompt, documents: Sequence[Prompt], top_n: int | None = None, **fields: Unpack[RequestFields]
+    ) -> list[tuple[int, float]]:
+        """Index and :meth:`score` of the ``top_n`` documents that are nearest to ``query``, nearest first."""
+        scores = await self.score(query, documents, **fields)
+        ranked = sorted(enumerate(scores), key=lambda item: -item[1])
+        return ranked if top_n is None else ranked[:top_n]
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Of the errors of several requests, which are one call to its caller, the first."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        matched, rest = group.split(EngineError)
+        if matched is None or rest is not None:
+            raise
+        errors = [*_leaves(matched)]
+        raise errors[0] from errors[0].__cause__
+
+
+def _leaves(group: BaseExceptionGroup[EngineError]) -> Iterator[EngineError]:
+    for one in group.exceptions:
+        if isinstance(one, BaseExceptionGroup):
+            yield from _leaves(one)
+        else:
+            yield one
+
+
+def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
+    length = math.sqrt(sum(map(mul, one, one)) * sum(map(mul, other, other)))
+    return sum(map(mul, one, other)) / length if length else 0.0
 
 
 async def encode_once(

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
+from anyengine._rules import reject
 from anyengine.outputs import RequestOutput
 from anyengine.params import SamplingParams
 
-from .inputs.prompts import Prompt
+from .inputs.prompts import Embeddings, Prompt
 from .inputs.request_fields import GenerateOptions, RequestFields, check_field_names
 from .inputs.text_prompts import ChatPrompt
 from .requests.desk import RequestDesk
@@ -92,6 +93,26 @@ class RequestShortcuts:
         are those of :meth:`generate`. Needs a vLLM engine."""
         check_field_names("input_session", fields)
         return InputSession(self._entered_desk, sampling_params or SamplingParams(), request_id, fields)
+
+    async def tokenize(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids of ``prompt``, as :meth:`generate` would send them with the same arguments.
+
+        Raises:
+            RequestRejected: it cannot be tokenized, or is embeddings.
+            ClientClosedError: the client has not been entered yet.
+
+        Cancellation: safe.
+        """
+        encoded = await self._entered_desk().builder.encode(prompt, sampling_params, tokenization_kwargs)
+        if isinstance(encoded, Embeddings):
+            reject("prompt", encoded.tensor.shape, "is embeddings, which have no token ids", "use text")
+        return list(encoded)
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
         """Parameters with what the model's ``generation_config.json`` says of sampling where nothing is ``given``.

@@ -15,25 +15,38 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Final
 
 import msgspec
 
 from anyengine._text import Tokenizer
 from anyengine.testing.scripted import RequestRule, Script
 
-__all__ = ["ClientBench", "ClientMeasurement", "as_json", "measure_clients", "ratio_to_vllm", "table_lines"]
+__all__ = [
+    "VLLM",
+    "VLLM_WITH_STATS",
+    "ClientBench",
+    "ClientMeasurement",
+    "as_json",
+    "measure_clients",
+    "ratio_to_vllm",
+    "table_lines",
+]
 
+VLLM: Final = "vllm AsyncLLM"
+"""Without statistics, which is what it costs least with."""
+VLLM_WITH_STATS: Final = "vllm with statistics"
+"""As it comes. Our statistics of each request are always on."""
 _SCRIPTS = Path(__file__).parent / "contestants"
 _STARTUP_ROOM = 8  # tokens beyond what is asked for, which a model of any length has room for
 
 _TEXT = """The engine writes one token for each request in each step, and the client gives each of them to whoever waits
 for it: a word, a part of a word, a comma. Numbers such as 3.14159 or 2026 are cut into digits; names like Zürich,
-Kraków or Москва into pieces; 東京 and 🚀 into bytes, of which no one alone is a character, so that something has to wait
-for the rest. `def add(a: int, b: int) -> int:` is text, too, and so is this line.
+Kraków or Москва into pieces; 東京 and 🚀 into bytes, of which no one alone is a character, so that something has to
+wait for the rest. `def add(a: int, b: int) -> int:` is text, too, and so is this line.
 """
 
 
@@ -57,7 +70,8 @@ class ClientBench:
         commands = {("anyengine", loop): [*ours, loop] for loop in self.loops}
         if self.vllm_python:
             theirs = [self.vllm_python, str(_SCRIPTS / "vllm_streaming.py"), self.model_dir]
-            commands |= {("vllm AsyncLLM", loop): [*theirs, loop] for loop in ("asyncio", "uvloop")}
+            commands |= {(VLLM, loop): [*theirs, loop] for loop in ("asyncio", "uvloop")}
+            commands[VLLM_WITH_STATS, "uvloop"] = [*theirs, "uvloop+stats"]
         return commands
 
     def script(self) -> Script:
@@ -88,7 +102,7 @@ class ClientMeasurement:
     rounds_cpu_us_per_token: list[float]
 
 
-def measure_clients(bench: ClientBench, progress: IO[str]) -> list[ClientMeasurement]:
+def measure_clients(bench: ClientBench, progress: Callable[[str], None]) -> list[ClientMeasurement]:
     """Start all contestants, and let them take turns.
 
     Raises:
@@ -101,7 +115,7 @@ def measure_clients(bench: ClientBench, progress: IO[str]) -> list[ClientMeasure
         script.write_bytes(msgspec.json.encode(bench.script()))
         running: dict[tuple[str, str], _Contestant] = {}
         for (name, loop), command in bench.contestants().items():
-            progress.write(f"starting {name} on {loop}\n")
+            progress(f"starting {name} on {loop}")
             running[name, loop] = stack.enter_context(_started(f"{name} on {loop}", command, script))
             answers[name, loop] = []
         for number in range(bench.rounds + 1):
@@ -109,7 +123,7 @@ def measure_clients(bench: ClientBench, progress: IO[str]) -> list[ClientMeasure
                 answer = contestant.ask({**task, "seed": number})
                 if number:  # the first round warms up
                     answers[key].append(answer)
-            progress.write(f"round {number} of {bench.rounds}\n" if number else "warmed up\n")
+            progress(f"round {number} of {bench.rounds}" if number else "warmed up")
     _check_same_text(bench, answers)
     return [_medians(name, loop, rounds) for (name, loop), rounds in answers.items()]
 
@@ -123,7 +137,7 @@ def _check_same_text(bench: ClientBench, answers: dict[tuple[str, str], list[dic
 
 def _medians(name: str, loop: str, rounds: Sequence[dict[str, Any]]) -> ClientMeasurement:
     def median(field: str) -> float:
-        return statistics.median(answer[field] for answer in rounds)
+        return float(statistics.median(answer[field] for answer in rounds))
 
     return ClientMeasurement(
         contestant=name,
@@ -209,8 +223,8 @@ def _free_port() -> int:
 
 
 def ratio_to_vllm(one: ClientMeasurement, found: Sequence[ClientMeasurement]) -> float | None:
-    """What ``one`` costs, as a share of AsyncLLM on the same loop, or (trio) on its cheaper one."""
-    theirs = {other.loop: other.cpu_us_per_token for other in found if other.contestant.startswith("vllm")}
+    """What ``one`` costs, as a share of AsyncLLM without statistics on the same loop, or (trio) on its cheaper one."""
+    theirs = {other.loop: other.cpu_us_per_token for other in found if other.contestant == VLLM}
     if not theirs:
         return None
     return one.cpu_us_per_token / theirs.get(one.loop, min(theirs.values()))
@@ -218,15 +232,13 @@ def ratio_to_vllm(one: ClientMeasurement, found: Sequence[ClientMeasurement]) ->
 
 def table_lines(found: Sequence[ClientMeasurement]) -> list[str]:
     """A table for people."""
-    lines = [
-        f"{'':<24}{'CPU us/token':>14}{'[rounds]':>16}{'of AsyncLLM':>13}"
-        f"{'items/token':>13}{'tokens/s':>10}{'peak MiB':>10}"
-    ]
+    head = f"{'':<30}{'CPU us/token':>14}{'[rounds]':>16}{'of AsyncLLM':>13}"
+    lines = [f"{head}{'items/token':>13}{'tokens/s':>10}{'peak MiB':>10}"]
     for one in found:
         costs = one.rounds_cpu_us_per_token
-        ratio = None if one.contestant.startswith("vllm") else ratio_to_vllm(one, found)
+        ratio = ratio_to_vllm(one, found)
         lines.append(
-            f"{one.contestant + ', ' + one.loop:<24}{one.cpu_us_per_token:>14.2f}"
+            f"{one.contestant + ', ' + one.loop:<30}{one.cpu_us_per_token:>14.2f}"
             f"{f'[{min(costs):.2f}-{max(costs):.2f}]':>16}{'' if ratio is None else f'{ratio:.2f}':>13}"
             f"{one.items_per_token:>13.2f}{one.tokens_per_s:>10.0f}{one.peak_rss_bytes / (1 << 20):>10.0f}"
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from anyengine.cli.bench_client import add_client_bench
 from anyengine.cli.bench_death import add_death_bench
 from anyengine.cli.bench_engine import add_engine_bench
 
@@ -17,5 +18,6 @@ def add_bench_command(commands: Any) -> None:
     """The command and its subcommands, below ``commands``."""
     bench = commands.add_parser("bench", help="measure the client and the engine")
     subjects = bench.add_subparsers(title="what to measure", required=True, metavar="SUBJECT")
+    add_client_bench(subjects)
     add_death_bench(subjects)
     add_engine_bench(subjects)

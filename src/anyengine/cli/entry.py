@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import anyio
 
+from anyengine.cli.bench_client import ClientBenchOptions, run_client_bench
 from anyengine.cli.bench_death import DeathBenchOptions, run_death_bench
 from anyengine.cli.bench_engine import EngineBenchOptions, run_engine_bench
 from anyengine.cli.check_options import CheckOptions
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _mock(options)
             case DeathBenchOptions():
                 return _bench(options)
+            case ClientBenchOptions():
+                return _bench_client(options)
             case _:
                 return _run(options)
     except KeyboardInterrupt:  # before the event loop has its handler, or while standard input is read
@@ -97,6 +100,15 @@ def _bench(options: DeathBenchOptions) -> int:
         _fail(error, options)
         return _USAGE
     return run_death_bench(options)
+
+
+def _bench_client(options: ClientBenchOptions) -> int:
+    try:
+        options.check()
+    except ValueError as error:
+        _fail(error, options)
+        return _USAGE
+    return run_client_bench(options)
 
 
 def _run(options: RunOptions) -> int:

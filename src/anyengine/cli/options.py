@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, get_args
 
 from anyengine import EmbeddedEngine, SamplingParams
 from anyengine.cli.bench import add_bench_command
+from anyengine.cli.bench_client import ClientBenchOptions
 from anyengine.cli.bench_death import DeathBenchOptions
 from anyengine.cli.bench_engine import EngineBenchOptions
 from anyengine.cli.check_options import CheckOptions, add_check_command
@@ -79,7 +80,15 @@ class RunOptions:
         return [*system, {"role": "user", "content": prompt}]
 
 
-Options: TypeAlias = RunOptions | EngineOptions | CheckOptions | MockOptions | DeathBenchOptions | EngineBenchOptions
+Options: TypeAlias = (
+    RunOptions
+    | EngineOptions
+    | CheckOptions
+    | MockOptions
+    | ClientBenchOptions
+    | DeathBenchOptions
+    | EngineBenchOptions
+)
 """What was typed after one of the commands."""
 
 

@@ -150,7 +150,7 @@ class _EngineThread:
                     _Outputs(dialect, self._in_thread_send),
                     rank=self._rank,
                     num_clients=1,
-                    reports_finished=False,
+                    has_coordinator=False,
                 )
                 try:
                     loop.run()

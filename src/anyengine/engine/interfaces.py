@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from anyengine._wire import (
     EngineCoreOutput,
+    EngineCoreOutputs,
     EngineCoreReadyResponse,
     EngineCoreRequest,
     LogprobsLists,
@@ -27,6 +28,7 @@ from anyengine._wire import (
 
 __all__ = [
     "AdapterRunner",
+    "CollectiveRunner",
     "Engine",
     "FailedSequence",
     "ManagedRunner",
@@ -215,8 +217,25 @@ class ProfiledRunner(Protocol):
         """Write what there is."""
 
 
+@runtime_checkable
+class CollectiveRunner(ModelRunner, Protocol):
+    """A :class:`ModelRunner` that is one of several data-parallel ranks, none of which can step alone. From the start
+    of a wave to its end each takes the same number of steps: :meth:`ModelRunner.step`, or a dummy batch."""
+
+    data_parallel_size: int
+
+    def run_dummy_batch(self) -> None:
+        """A step on nothing, for the sake of the other ranks."""
+
+    def any_has_work(self, has_work: bool) -> bool:
+        """Whether any rank has. All of them ask behind the same step."""
+
+
 class Engine(Protocol):
     """What the server drives. Called from the busy loop's thread only."""
+
+    needs_coordinator: bool
+    """Whether it runs in waves, which a coordinator starts."""
 
     def ready_response(self) -> EngineCoreReadyResponse:
         """What the registration frame says. Its ``vllm_version`` names the dialect that the server speaks."""
@@ -250,6 +269,12 @@ class Engine(Protocol):
 
     def scheduler_stats(self) -> SchedulerStats:
         """The load after the last step."""
+
+    def start_wave(self, wave: int) -> bool:
+        """The coordinator starts a wave. False: this engine takes no part in waves."""
+
+    def take_coordinator_news(self) -> list[EngineCoreOutputs]:
+        """What the coordinator shall know, since the last call: of waves, and of the load."""
 
     @property
     def weight_version(self) -> str:

@@ -18,8 +18,9 @@ import msgspec
 
 from anyengine._process.status import ChildError, Status, encode_status
 from anyengine.config import EmbeddedEngine, EngineLaunch
+from anyengine.engine.core.data_parallel import DataParallelCore
 from anyengine.engine.core.engine_core import EngineCore
-from anyengine.engine.interfaces import ModelRunner
+from anyengine.engine.interfaces import CollectiveRunner, ModelRunner
 from anyengine.engine.serving.server import Attachment, OnFailure, OnStop, serve
 
 __all__ = ["create_core", "failure_status", "run_attached_engine", "run_engine"]
@@ -81,7 +82,10 @@ def create_core(config: EmbeddedEngine, rank: int, report: Callable[[Status], No
     Raises:
         Exception: whatever the model runner raised.
     """
-    return EngineCore(_runner_factory(config.runner)(config, report), config, rank=rank)
+    runner = _runner_factory(config.runner)(config, report)
+    if isinstance(runner, CollectiveRunner):
+        return DataParallelCore(runner, config, rank=rank)
+    return EngineCore(runner, config, rank=rank)
 
 
 def failure_status(exc: BaseException) -> Status:

@@ -182,6 +182,10 @@ class SyncEngineClient(SyncEngineOperations):
     def check_admission(self) -> None:
         """Whether a request would be taken now; see :meth:`EngineClient.check_admission`."""
 
+    @blocking(EngineClient.tokenize)
+    def tokenize(self) -> None:
+        """The token ids of a prompt; see :meth:`EngineClient.tokenize`."""
+
     def default_sampling_params(self, **given: Any) -> SamplingParams:
         """The model's own parameters; see :meth:`EngineClient.default_sampling_params`."""
         self._running().check_caller()

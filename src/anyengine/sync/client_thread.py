@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
-from threading import Thread, get_ident
+from threading import Event, Thread, get_ident
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import anyio
@@ -32,6 +32,8 @@ Backend: TypeAlias = Literal["asyncio", "trio"]
 T = TypeVar("T")
 
 _LAST_WORDS_S: Final = 1.0  # for calls in flight to hear that the client was closed; what does not listen is cancelled
+
+_LAUNCH_S: Final = 1.0  # for a thread that was asked for to run its first line
 
 
 class _LeftInHurryError(Exception):
@@ -64,6 +66,7 @@ class ClientThread:
         self._inbox: deque[Callable[[], object]] = deque()
         self._bell: Callable[[], None] = _nobody_listens
         self._pending: set[Future[Any]] = set()
+        self._runs = Event()
         self._ready: Future[None] = Future()
         self._ended: Future[None] = Future()
         self._failure: BaseException | None = None
@@ -90,12 +93,13 @@ class ClientThread:
         Raises: see :meth:`EngineClient.__aenter__`; a signal handler's exception, when everything has ended again.
         """
         self._check_running_loop()
-        self._thread.start()
         try:
+            self._thread.start()
             self._ready.result()
         except BaseException:
             self.post(self._cut_off)
-            self._leave(in_hurry=True)
+            if self._runs.wait(_LAUNCH_S):  # else a signal came before there was a thread
+                self._leave(in_hurry=True)
             raise
 
     def stop(self, *, in_hurry: bool = False) -> None:
@@ -118,10 +122,10 @@ class ClientThread:
             return  # the thread is the parent's, and so is what it holds
         self.check_place()
         interruption: BaseException | None = None
-        self._in_hurry |= in_hurry
-        self.post(self._let_go)
         while True:
             try:
+                self._in_hurry |= in_hurry
+                self.post(self._let_go)
                 self._ended.result()
                 break
             except BaseException as exc:  # noqa: ASYNC103, BLE001 - a signal handler's: raised below, when all has ended
@@ -218,9 +222,12 @@ class ClientThread:
         Raises: what it raises; and see :meth:`check_caller`.
         """
         self.check_caller()
+        return _wait(self._submit_now(func))
+
+    def _submit_now(self, func: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
         self._hand_in(partial(_settle, func, future), future)
-        return _wait(future)
+        return future
 
     def ask(self, func: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """:meth:`call`; when the loop has ended, what ``func`` can say without waiting.
@@ -247,19 +254,26 @@ class ClientThread:
     async def call_async(self, func: Callable[[], Awaitable[T]]) -> T:
         """:meth:`call` for another event loop, which goes on meanwhile.
 
+        Raises: what ``func`` raises; ``WrongLoopError``: in a forked process.
+
         Cancellation: cancels the call, without waiting for its end.
         """
-        parker = make_parker()
-        bell = make_bell(parker)
-        future = self.submit(func)
-        future.add_done_callback(lambda _: bell())
-        try:
-            while not future.done():
-                await parker.park()
-            return future.result()
-        finally:
-            future.cancel()
-            del future
+        self.check_place()
+        return await _wait_async(self.submit(func))
+
+    async def call_now_async(self, func: Callable[[], T]) -> T:
+        """:meth:`call_now` for another event loop.
+
+        Raises: see :meth:`call_async`.
+
+        Cancellation: safe.
+        """
+        self.check_place()
+        return await _wait_async(self._submit_now(func))
+
+    def on_end(self, action: Callable[[], object]) -> None:
+        """Have ``action`` called when the loop is gone, in whatever thread."""
+        self._ended.add_done_callback(lambda _: action())
 
     def wait_ended(self) -> None:
         """Wait until the loop is gone, which it is about to be."""
@@ -268,6 +282,7 @@ class ClientThread:
     # ------------------------------------------------------------------------ in the loop
 
     def _run(self) -> None:
+        self._runs.set()
         try:
             anyio.run(self._main, **self._run_options)
         except BaseException as exc:  # noqa: ASYNC103, BLE001 - whoever waits for the thread must hear of it
@@ -352,6 +367,19 @@ def _wait(future: Future[T]) -> T:
     finally:
         future.cancel()  # without effect, unless it is a signal that ends the waiting
         del future  # an error refers to this frame
+
+
+async def _wait_async(future: Future[T]) -> T:
+    parker = make_parker()
+    bell = make_bell(parker)
+    future.add_done_callback(lambda _: bell())
+    try:
+        while not future.done():
+            await parker.park()
+        return future.result()
+    finally:
+        future.cancel()  # without effect, unless it is the caller who is cancelled
+        del future
 
 
 def _refuse(future: Future[Any]) -> None:

@@ -30,9 +30,9 @@ class Beam(msgspec.Struct, frozen=True):
 class Beams:
     """See the module. ``running`` are to be continued, each by one token."""
 
-    def __init__(self, params: BeamSearchParams, num_prompt_tokens: int, eos_token_id: int | None) -> None:
+    def __init__(self, params: BeamSearchParams, prompt_token_ids: Sequence[int], eos_token_id: int | None) -> None:
         self._params = params
-        self._num_prompt_tokens = num_prompt_tokens
+        self._prompt_token_ids = prompt_token_ids
         self._eos_token_id = eos_token_id
         self._ended: list[Beam] = []
         self.running: list[Beam] = [Beam()]
@@ -57,6 +57,7 @@ class Beams:
         return sorted([*self._ended, *self.running], key=self._score, reverse=True)[: self._params.beam_width]
 
     def _score(self, beam: Beam) -> float:
-        """Per token, prompt included (as in vLLM)."""
-        length = self._num_prompt_tokens + len(beam.token_ids) - beam.ends_with_eos
+        """Per token, prompt included, but for a last one that could end it (as in vLLM)."""
+        *_, last = beam.token_ids or self._prompt_token_ids
+        length = len(self._prompt_token_ids) + len(beam.token_ids) - (last == self._eos_token_id)
         return beam.cumulative_logprob / float(max(length, 1) ** self._params.length_penalty)

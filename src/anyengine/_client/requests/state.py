@@ -48,7 +48,29 @@ class BatchClock:
         self.loop_now_s = -math.inf
 
 
-class RequestState:
+class _TouchedByEachToken:
+    """The fields that every token needs, beside each other in memory: after a pause between two steps of the engine
+    none of them is in a cache, and what a token costs is mostly how many lines of memory it needs."""
+
+    __slots__ = (
+        "clock",
+        "details",
+        "error",
+        "facts",
+        "finish_reason",
+        "first_token_s",
+        "interval",
+        "label",
+        "latest_token_s",
+        "parker",
+        "readable",
+        "stopper",
+        "token_ids",
+        "unmarked",
+    )
+
+
+class RequestState(_TouchedByEachToken):
     """One request's merge buffer: the registry's consumer of its outputs.
 
     Invariants: at most one of ``finish_reason`` and ``error`` is set, once, and nothing is added afterwards.
@@ -60,29 +82,15 @@ class RequestState:
         "account",
         "asked",
         "attempts",
-        "clock",
-        "details",
         "ended_s",
-        "error",
-        "facts",
-        "finish_reason",
-        "first_token_s",
-        "interval",
         "is_corrupted",
-        "label",
-        "latest_token_s",
         "num_preemptions",
-        "parker",
         "prefill",
         "queued_s",
         "rank",
-        "readable",
         "sent_s",
         "stop_reason",
-        "stopper",
         "taken",
-        "token_ids",
-        "unmarked",
         "weights",
         "wire_id",
     )

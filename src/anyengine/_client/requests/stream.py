@@ -17,7 +17,6 @@ import anyio
 from anyengine._client.inputs.prompts import Embeddings, Prompt
 from anyengine._client.inputs.request_fields import RequestFields
 from anyengine._client.session.wakeup import EndBell
-from anyengine._text.output_parsers import OutputParser
 from anyengine.exceptions import EngineDeadError, EngineError, OutputProcessingError, RequestError
 from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind, SamplingParams
@@ -27,12 +26,12 @@ from .completion import Completion
 from .deadlines import Timeouts
 from .desk import RequestDesk
 from .fan_out import Completions
-from .stream_views import ParsedStream, TextStream, TokenStream
+from .stream_views import StreamViews
 
 __all__ = ["RequestStream"]
 
 
-class RequestStream:
+class RequestStream(StreamViews):
     """The outputs of one request: an asynchronous iterator, and an asynchronous context manager.
 
     Nothing happens until it is entered, or iterated for the first time: then it is tokenized, checked, registered and
@@ -212,38 +211,6 @@ class RequestStream:
         if self._completions is None or not self._completions.all_taken:
             raise anyio.ClosedResourceError
         return self._completions.snapshot()
-
-    def text_stream(self) -> TextStream:
-        """The stream as pieces of text, none of them empty.
-
-        Raises:
-            ValueError: the request has several completions, whose texts would be mixed.
-        """
-        self._check_single()
-        return TextStream(self, self._params.output_kind)
-
-    def parsed(self, parser: OutputParser) -> ParsedStream:
-        """The stream as ``parser`` takes its text apart: reasoning, content, tool calls; see :func:`output_parser`.
-
-        Tags that the tokenizer calls special are only in the text with ``skip_special_tokens=False``.
-
-        Raises:
-            ValueError: the request has several completions, whose texts would be mixed.
-        """
-        return ParsedStream(self.text_stream(), parser)
-
-    def token_stream(self) -> TokenStream:
-        """The stream as single tokens.
-
-        Raises:
-            ValueError: the request has several completions, whose tokens would be mixed.
-        """
-        self._check_single()
-        return TokenStream(self, self._params.output_kind)
-
-    def _check_single(self) -> None:
-        if self._params.n != 1:
-            raise ValueError(f"n={self._params.n}: iterate over the stream itself, whose items say which they are of")
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None

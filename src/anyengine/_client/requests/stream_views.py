@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections import deque
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar, cast
 
 from anyengine._text.output_parsers import OutputParser, ParsedDelta
 from anyengine.outputs import RequestOutput
-from anyengine.params import OutputKind
+from anyengine.params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from .stream import RequestStream
 
-__all__ = ["ParsedStream", "StreamView", "TextStream", "TokenStream"]
+__all__ = ["ParsedStream", "StreamView", "StreamViews", "TextStream", "TokenStream"]
 
 ItemT = TypeVar("ItemT", str, int)
 
@@ -131,3 +131,45 @@ class TokenStream(StreamView[int]):
                 token_ids, self._seen = token_ids[self._seen :], len(token_ids)
             self._tokens.extend(token_ids)
         return self._tokens.popleft()
+
+
+class StreamViews:
+    """Part of :class:`RequestStream`."""
+
+    __slots__ = ()
+    _params: SamplingParams
+
+    def _as_stream(self) -> RequestStream:
+        return cast("RequestStream", self)
+
+    def text_stream(self) -> TextStream:
+        """The stream as pieces of text, none of them empty.
+
+        Raises:
+            ValueError: the request has several completions, whose texts would be mixed.
+        """
+        self._check_single()
+        return TextStream(self._as_stream(), self._params.output_kind)
+
+    def parsed(self, parser: OutputParser) -> ParsedStream:
+        """The stream as ``parser`` takes its text apart: reasoning, content, tool calls; see :func:`output_parser`.
+
+        Tags that the tokenizer calls special are only in the text with ``skip_special_tokens=False``.
+
+        Raises:
+            ValueError: the request has several completions, whose texts would be mixed.
+        """
+        return ParsedStream(self.text_stream(), parser)
+
+    def token_stream(self) -> TokenStream:
+        """The stream as single tokens.
+
+        Raises:
+            ValueError: the request has several completions, whose tokens would be mixed.
+        """
+        self._check_single()
+        return TokenStream(self._as_stream(), self._params.output_kind)
+
+    def _check_single(self) -> None:
+        if self._params.n != 1:
+            raise ValueError(f"n={self._params.n}: iterate over the stream itself, whose items say which they are of")

@@ -51,16 +51,14 @@ class _AsyncioParker:
         self._running_loop = sys.modules["asyncio"]._get_running_loop  # None, not an error, where there is none
         self._future: asyncio.Future[None] | None = None
 
-    @coroutine
-    def park(self) -> Generator[Any, Any, None]:
+    def park(self) -> asyncio.Future[None]:
         loop = self._loop
         if self._running_loop() is not loop:  # every thread has its own
             raise WrongLoopError(_ANOTHER_LOOP)
-        self._future = future = loop.create_future()
-        try:
-            yield from future
-        finally:
-            self._future = None
+        # That nobody waits for it any more is seen by its being done: a cancelled one is.
+        future: asyncio.Future[None] = loop.create_future()
+        self._future = future
+        return future
 
     def wake(self) -> None:
         future = self._future
@@ -126,7 +124,7 @@ def _trio_parker_class() -> type[Parker]:
     woken = Value(None)  # a value is unwrapped once only, and this one never
     # What wait_task_rescheduled() says to the loop: always the same, so one is enough. The coroutines around it, made
     # for each wait, would cost more than the rest of the wait.
-    waiting = lowlevel.wait_task_rescheduled(lambda _: succeeded)
+    waiting = lowlevel.wait_task_rescheduled(lambda _: succeeded)  # noqa: ASYNC105 - for what it yields
     trap = waiting.send(None)
     waiting.close()
 

@@ -1,12 +1,12 @@
-"""``vllm_streaming.py MODEL_DIR LOOP PORT``: vLLM's ``AsyncLLM``, one task for each stream, on an engine that comes to
-``PORT``; in an environment of its own, without ours.
+"""``vllm_streaming.py MODEL_DIR LOOP[+stats] PORT``: vLLM's ``AsyncLLM``, one task for each stream.
 
-Its statistics are off, which is the cheaper half of what it can do; ours are always on.
+On an engine that comes to ``PORT``, in an environment of its own, without ours. Its statistics are off, unless they are
+asked for: on is what it comes with, off is what it costs least with.
 """
 
 from __future__ import annotations
 
-import asyncio
+import asyncio  # noqa: TID251 - it is what AsyncLLM runs on
 import json
 import os
 import sys
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 
-async def main(model_dir: str, port: int) -> None:
+async def main(model_dir: str, port: int, *, stats: bool) -> None:
     from window import Window, freeze_start_up, tell_apart  # type: ignore[import-not-found]  # beside us
 
     say = tell_apart()
@@ -31,7 +31,7 @@ async def main(model_dir: str, port: int) -> None:
         data_parallel_rpc_port=port,
         max_model_len=8192,
         enforce_eager=True,
-        disable_log_stats=True,
+        disable_log_stats=not stats,
     )
     llm = AsyncLLM.from_engine_args(args)
     freeze_start_up()
@@ -67,9 +67,10 @@ async def main(model_dir: str, port: int) -> None:
 if __name__ == "__main__":
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     sys.path.insert(0, str(Path(__file__).parent))
-    if sys.argv[2] == "uvloop":
+    loop, _, extra = sys.argv[2].partition("+")
+    run = asyncio.run
+    if loop == "uvloop":
         import uvloop
 
-        uvloop.run(main(sys.argv[1], int(sys.argv[3])))
-    else:
-        asyncio.run(main(sys.argv[1], int(sys.argv[3])))
+        run = uvloop.run
+    run(main(sys.argv[1], int(sys.argv[3]), stats=extra == "stats"))

@@ -16,6 +16,7 @@ from typing import Any
 from anyengine._wire import (
     EngineCoreEvent,
     EngineCoreOutput,
+    EngineCoreOutputs,
     EngineCoreReadyResponse,
     EngineCoreRequest,
     EngineRequestError,
@@ -80,6 +81,8 @@ class EngineCore:
 
     Invariant: a request is in ``_live`` exactly as long as the scheduler has its sequence, or the preparations have.
     """
+
+    needs_coordinator: bool = False
 
     def __init__(
         self,
@@ -228,12 +231,12 @@ class EngineCore:
             or (self._gate.owes_answers and not self._scheduler.has_work(admit=False))
         ):
             return True
-        return not self._gate.frozen and self._scheduler.has_work(admit=not self._gate.paused)
+        return self._may_run() and self._scheduler.has_work(admit=not self._gate.paused)
 
     def step(self) -> list[tuple[int, EngineCoreOutput]]:
         self._take_prepared()
         outputs, self._unsent = self._unsent, []
-        scheduled = [] if self._gate.frozen else self._scheduler.schedule(admit=not self._gate.paused)
+        scheduled = self._scheduler.schedule(admit=not self._gate.paused) if self._may_run() else []
         self._note_events(scheduled)
         if scheduled:
             outputs += self._run(scheduled)
@@ -256,6 +259,12 @@ class EngineCore:
             prefix_cache_stats=self._cache.take_stats(),  # not optional to vLLM's front ends, which fail without it
         )
 
+    def start_wave(self, wave: int) -> bool:
+        return False
+
+    def take_coordinator_news(self) -> list[EngineCoreOutputs]:
+        return []
+
     @property
     def weight_version(self) -> str:
         return self._controls.weight_version
@@ -272,6 +281,9 @@ class EngineCore:
 
     def close(self) -> None:
         self._runner.close()
+
+    def _may_run(self) -> bool:
+        return not self._gate.frozen
 
     # One step.
 

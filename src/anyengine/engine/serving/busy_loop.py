@@ -28,7 +28,7 @@ from anyengine._wire import (
 )
 from anyengine.engine.interfaces import Engine
 from anyengine.engine.serving.front_ends import FrontEndsGone
-from anyengine.engine.serving.io_threads import Command, StopEngine, ThreadFailed, utility_failure
+from anyengine.engine.serving.io_threads import COORDINATOR, Command, StopEngine, ThreadFailed, utility_failure
 from anyengine.engine.serving.malformed import Malformed
 
 __all__ = ["BusyLoop", "Outputs"]
@@ -63,14 +63,15 @@ class BusyLoop:
         *,
         rank: int,
         num_clients: int,
-        reports_finished: bool,
+        has_coordinator: bool,
     ) -> None:
         self._engine = engine
         self._commands = commands
         self._output = output
         self._rank = rank
         self._num_clients = num_clients
-        self._reports_finished = reports_finished  # to clients that balance: they count what each rank has
+        # Clients that balance count what each rank has: they are told of all that have left it, as by vLLM.
+        self._has_coordinator = has_coordinator
         self._deferred: list[_DeferredReply] = []
         self._stopping = False
         self._load_is_known = True
@@ -94,6 +95,7 @@ class BusyLoop:
                 self._answer_deferred()
             else:
                 self._deliver([])  # an abort may have taken the last request away
+            self._tell_coordinator()
         self._engine.abort_all()
         self._deliver(self._engine.step())
 
@@ -121,7 +123,8 @@ class BusyLoop:
             case Malformed():
                 self._report_malformed(command)
             case StartDPWave():
-                self._note_malformed("START_DP_WAVE", "this engine takes no part in waves")
+                if not self._engine.start_wave(command.wave):
+                    self._note_malformed("START_DP_WAVE", "this engine takes no part in waves")
             case StopEngine():
                 self._stopping = True
             case FrontEndsGone():
@@ -204,7 +207,7 @@ class BusyLoop:
             by_client.setdefault(client_index, []).append(output)
             self._load_is_known = False
         finished = self._engine.take_finished()
-        if not self._reports_finished:
+        if not self._has_coordinator:
             finished.clear()
         told = dict.fromkeys([*by_client, *finished])
         # What is counted since the last reading must not be read without being sent.
@@ -216,6 +219,11 @@ class BusyLoop:
         if not self._load_is_known and not self._engine.has_work():
             self._load_is_known = True
             self._send_step(0, [], self._engine.scheduler_stats(), None)
+
+    def _tell_coordinator(self) -> None:
+        for news in self._engine.take_coordinator_news():
+            if self._has_coordinator:
+                self._send(COORDINATOR, news)
 
     def _send_step(
         self,

@@ -20,12 +20,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import zmq
 
 from anyengine._wire import (
+    COORDINATOR_READY,
     ENGINE_CORE_DEAD,
+    SUBSCRIBE,
     Dialect,
     EngineCoreOutputs,
     EngineInput,
@@ -38,6 +40,7 @@ from anyengine.engine.serving.malformed import Malformed, salvage
 from anyengine.exceptions import DecodeError, EncodeError
 
 __all__ = [
+    "COORDINATOR",
     "Command",
     "InputThread",
     "OutputThread",
@@ -49,6 +52,9 @@ __all__ = [
 ]
 
 _logger = logging.getLogger(__name__)
+
+COORDINATOR: Final = -1
+"""The index of the coordinator among clients, as vLLM's: the last output socket."""
 
 
 def utility_failure(call_id: int, method: str, reason: str) -> UtilityOutput:
@@ -167,13 +173,25 @@ class InputThread(_SocketThread):
         identity: bytes,
         registration: bytes,
         watch: FrontEndWatch | None = None,
+        coordinator: str | None = None,
     ) -> None:
         super().__init__(context, addresses, commands)
+        self._coordinator = coordinator
+        self._coordinator_ready: Future[None] = Future()
         self._watch = watch
         self._dialect = dialect
         self._identity = identity
         self._registration = registration
         self._wake_reader, self._wake_writer = os.pipe()
+
+    def wait_for_coordinator(self, timeout_s: float) -> None:
+        """Until the coordinator has all its engines: waves that it starts from now on reach us.
+
+        Raises:
+            TimeoutError: it has not.
+        """
+        if self._coordinator is not None:
+            self._coordinator_ready.result(timeout_s)
 
     def stop(self) -> None:
         """End the thread. Messages that have not been read are dropped."""
@@ -189,7 +207,19 @@ class InputThread(_SocketThread):
             self._monitors.append(ConnectionMonitor(socket))
 
     def _work(self, sockets: list[zmq.Socket[bytes]]) -> None:
+        if self._coordinator is None:
+            self._read(sockets, None)
+            return
+        with self._context.socket(zmq.XSUB) as coordinator:
+            connect(coordinator, self._coordinator)
+            coordinator.linger = 0
+            coordinator.send(SUBSCRIBE)
+            self._read(sockets, coordinator)
+
+    def _read(self, sockets: list[zmq.Socket[bytes]], coordinator: zmq.Socket[bytes] | None) -> None:
         poller = zmq.Poller()
+        if coordinator is not None:
+            poller.register(coordinator, zmq.POLLIN)
         poller.register(self._wake_reader, zmq.POLLIN)
         for monitor in self._monitors:
             poller.register(monitor.socket, zmq.POLLIN)
@@ -204,8 +234,17 @@ class InputThread(_SocketThread):
                 if socket in ready:
                     command = decode_command(self._dialect, socket.recv_multipart(), input_index=index)
                     self._commands.put(command)
+            if coordinator is not None and coordinator in ready:
+                self._hear_coordinator(coordinator.recv_multipart())
             if self._watch is not None:
                 self._note_connections(self._watch, [m.socket in ready for m in self._monitors])
+
+    def _hear_coordinator(self, frames: list[bytes]) -> None:
+        """READY comes again with each engine that is added later."""
+        if frames != [COORDINATOR_READY]:
+            self._commands.put(decode_command(self._dialect, frames, input_index=COORDINATOR))
+        elif not self._coordinator_ready.done():
+            self._coordinator_ready.set_result(None)
 
     def _poll_timeout_ms(self) -> int | None:
         timeout_s = self._watch.timeout_s(time.monotonic()) if self._watch is not None else None
@@ -237,8 +276,10 @@ class OutputThread(_SocketThread):
         commands: SimpleQueue[Command],
         *,
         dialect: Dialect,
+        coordinator: str | None = None,
     ) -> None:
-        super().__init__(context, addresses, commands)
+        super().__init__(context, [*addresses, coordinator] if coordinator is not None else addresses, commands)
+        self._num_clients = len(addresses)
         self._dialect = dialect
         self._queue: SimpleQueue[tuple[int, EngineCoreOutputs, str] | bytes | None] = SimpleQueue()
 
@@ -260,7 +301,7 @@ class OutputThread(_SocketThread):
     def _work(self, sockets: list[zmq.Socket[bytes]]) -> None:
         while (item := self._queue.get()) is not None:
             if isinstance(item, bytes):
-                for socket in sockets:
+                for socket in sockets[: self._num_clients]:
                     socket.send(item)
             else:
                 client_index, outputs, method = item

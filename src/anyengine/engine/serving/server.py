@@ -144,8 +144,6 @@ def _greet(
             poller.poll(None if patient else 1 + int(1000 * max(0.0, deadline_s - time.monotonic())))
     finally:
         monitor.close()
-    if addresses.coordinator_input is not None:
-        _logger.warning("this engine reports to no coordinator; %s is left alone", addresses.coordinator_input)
     return handshake, addresses
 
 
@@ -181,14 +179,24 @@ def _serve_clients(
     registration = engine.ready_response()
     dialect = dialect_for(registration.vllm_version)
     identity, num_clients = engine_identity(attachment.rank), len(addresses.outputs)
-    output = OutputThread(context, addresses.outputs, commands, dialect=dialect)
+    # An engine that runs by itself has nothing to tell a coordinator, and nothing to hear from it.
+    takes_part = engine.needs_coordinator
+    if takes_part and (addresses.coordinator_input is None or addresses.coordinator_output is None):
+        raise RemoteProtocolError("INIT names no coordinator: nobody would start the waves that this engine runs in")
+    output = OutputThread(
+        context,
+        addresses.outputs,
+        commands,
+        dialect=dialect,
+        coordinator=addresses.coordinator_output if takes_part else None,
+    )
     loop = BusyLoop(
         engine,
         commands,
         output,
         rank=attachment.rank,
         num_clients=num_clients,
-        reports_finished=addresses.coordinator_input is not None,  # as vLLM
+        has_coordinator=addresses.coordinator_input is not None,
     )
     _start(output)
     try:
@@ -200,9 +208,11 @@ def _serve_clients(
             identity=identity,
             registration=dialect.encode_ready(registration),
             watch=_watch(attachment, num_clients),
+            coordinator=addresses.coordinator_input if takes_part else None,
         )
         _start(input_)
         try:
+            input_.wait_for_coordinator(_INIT_TIMEOUT_S)
             on_stop(lambda: commands.put(StopEngine()))
             announce()
             loop.run()

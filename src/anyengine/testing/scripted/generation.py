@@ -158,7 +158,7 @@ class Generation:
     def _advance(self, live: _Live) -> list[Any]:
         if live.is_pooling:
             del self._running[live.request_id]
-            return pooled(live.request_id, [1.0, 2.0, 3.0])
+            return changed(pooled(live.request_id, [1.0, 2.0, 3.0]), live.rule.output)
         count = min(self._script.tokens_per_frame, live.limit - live.sent)
         rule, numbers = live.rule, range(live.sent, live.sent + count)
         if rule.tokens is not None:
