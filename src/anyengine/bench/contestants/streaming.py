@@ -44,11 +44,10 @@ async def measure(client: EngineClient, task: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    loop = sys.argv[2]
     anyio.run(
         main,
         sys.argv[1],
         int(sys.argv[3]),
-        backend="trio" if loop == "trio" else "asyncio",
-        backend_options={"use_uvloop": True} if loop == "uvloop" else {},
+        backend="trio" if sys.argv[2] == "trio" else "asyncio",
+        backend_options={"use_uvloop": True} if sys.argv[2] == "uvloop" else {},
     )

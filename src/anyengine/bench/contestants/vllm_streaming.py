@@ -64,9 +64,7 @@ async def main(model_dir: str, port: int, *, stats: bool) -> None:
     llm.shutdown()
 
 
-if __name__ == "__main__":
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    sys.path.insert(0, str(Path(__file__).parent))
+def _run() -> None:
     loop, _, extra = sys.argv[2].partition("+")
     run = asyncio.run
     if loop == "uvloop":
@@ -74,3 +72,9 @@ if __name__ == "__main__":
 
         run = uvloop.run
     run(main(sys.argv[1], int(sys.argv[3]), stats=extra == "stats"))
+
+
+if __name__ == "__main__":
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    sys.path.insert(0, str(Path(__file__).parent))
+    _run()

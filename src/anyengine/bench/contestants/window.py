@@ -29,7 +29,9 @@ class Window:
     __slots__ = ("_end_mark", "_marks", "_total", "characters", "items", "mark", "tokens")
 
     def __init__(self, total_tokens: int) -> None:
-        self.items = self.tokens = self.characters = 0
+        self.items: int = 0
+        self.tokens: int = 0
+        self.characters: int = 0
         self.mark: float = total_tokens // 8
         self._total = total_tokens
         self._end_mark = total_tokens - total_tokens // 8

@@ -45,9 +45,9 @@ class MoEWeights:
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.embedding = torch.randn(_VOCAB_SIZE, _HIDDEN, generator=generator)
-        self.router = torch.randn(_HIDDEN, _NUM_EXPERTS, generator=generator)
-        self.experts = torch.randn(_NUM_EXPERTS, _HIDDEN, _HIDDEN, generator=generator)
+        self.embedding: Tensor = torch.randn(_VOCAB_SIZE, _HIDDEN, generator=generator)
+        self.router: Tensor = torch.randn(_HIDDEN, _NUM_EXPERTS, generator=generator)
+        self.experts: Tensor = torch.randn(_NUM_EXPERTS, _HIDDEN, _HIDDEN, generator=generator)
 
     def hidden_state(self, tokens: Sequence[int]) -> Tensor:
         """Of what the last few tokens are, the last one most of all: [hidden]."""
@@ -62,7 +62,8 @@ class MoERunner:
     dtype = "float32"
     vocab_size = _VOCAB_SIZE
     eos_token_ids: tuple[int, ...] = ()
-    num_kv_blocks, kv_block_tokens = 1024, 16  # of a cache that it has no use for
+    num_kv_blocks = 1024  # of a cache that it has no use for
+    kv_block_tokens = 16
     pooling_tasks: tuple[str, ...] = ()
     embedding_size = 0
 
