@@ -9,9 +9,11 @@ import random
 from pathlib import Path
 
 import pytest
+import transformers
 from tiny_models import make_tiny_model
 
 from anyengine.bench.contestants.protocol import make_prompts, tree_cpu_s
+from anyengine.bench.contestants.reading_weights import num_weights_read
 from anyengine.bench.engine import EngineBench, Measurement, as_json, measure, table_lines
 
 
@@ -57,13 +59,22 @@ def test_it_measures_our_engine(tmp_path: Path) -> None:
         with_transformers=False,
     )
     progress = io.StringIO()
-    (measurement,) = measure(bench, progress)
-    assert (measurement.contestant, measurement.dtype, measurement.num_seqs) == ("anyengine", "float32", 2)
-    assert measurement.tokens_per_s > 0 and len(measurement.wall_s) == 2
+    ours, limit = measure(bench, progress)
+    assert (ours.contestant, ours.dtype, ours.num_seqs) == ("anyengine", "float32", 2)
+    assert ours.tokens_per_s > 0 and len(ours.wall_s) == 2
+    assert (limit.contestant, limit.num_seqs, len(limit.wall_s)) == ("(reading weights)", 2, 2)
     assert "round 2 of 2" in progress.getvalue()
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_weights_that_a_step_reads_are_all_but_a_table_that_is_looked_up(tied: bool, tmp_path: Path) -> None:
+    model_dir = make_tiny_model("llama", tmp_path / "llama", vocab_size=1000, tie_word_embeddings=tied)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir)
+    table = 0 if tied else model.get_input_embeddings().weight.numel()
+    assert num_weights_read(model_dir) == sum(weight.numel() for weight in model.parameters()) - table
+
+
 def test_a_contestant_that_fails_is_named(tmp_path: Path) -> None:
-    bench = EngineBench(model_dir=str(tmp_path), dtypes=("float32",), with_transformers=False)
+    bench = EngineBench(model_dir=str(tmp_path), dtypes=("float32",), with_transformers=False, with_limit=False)
     with pytest.raises(RuntimeError, match="anyengine ended with 1"):
         measure(bench, io.StringIO())

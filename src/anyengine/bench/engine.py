@@ -35,6 +35,8 @@ class EngineBench:
     num_threads: int = 2
     vllm_python: str | None = None
     with_transformers: bool = True
+    with_limit: bool = True
+    """Whether reading the weights, and nothing else, takes part."""
 
     def contestants(self) -> dict[str, list[str]]:
         """Command lines by name, dtype excepted."""
@@ -45,6 +47,8 @@ class EngineBench:
         if self.with_transformers:
             commands["transformers generate"] = [sys.executable, ours]
             commands["transformers continuous"] = [sys.executable, ours]
+        if self.with_limit:
+            commands["(reading weights)"] = [sys.executable, str(_SCRIPTS / "reading_weights.py")]
         return commands
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from anyengine.cli.bench_client import add_client_bench
 from anyengine.cli.bench_death import add_death_bench
 from anyengine.cli.bench_engine import add_engine_bench
+from anyengine.cli.bench_prefix import add_prefix_bench
 
 __all__ = ["add_bench_command"]
 
@@ -21,3 +22,4 @@ def add_bench_command(commands: Any) -> None:
     add_client_bench(subjects)
     add_death_bench(subjects)
     add_engine_bench(subjects)
+    add_prefix_bench(subjects)

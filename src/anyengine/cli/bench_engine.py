@@ -32,6 +32,7 @@ class EngineBenchOptions:
     num_threads: int
     vllm_python: str | None
     with_transformers: bool
+    with_limit: bool
     json: str | None
     traceback: bool
 
@@ -53,6 +54,7 @@ def add_engine_bench(subjects: _SubParsersAction[ArgumentParser]) -> None:
     add("--num-threads", type=int, default=os.cpu_count() or 1, metavar="N", help="of each (default: %(default)s)")
     add("--vllm-python", metavar="PATH", help="an interpreter that has vLLM, which is left out otherwise")
     add("--no-transformers", dest="with_transformers", action="store_false", help="leave transformers out")
+    add("--no-limit", dest="with_limit", action="store_false", help="do not measure how fast weights can be read")
     add("--json", metavar="PATH", help="write everything that was measured to this file")
     add("--traceback", action="store_true", help="show where an error comes from")
     engine.set_defaults(options=EngineBenchOptions)
@@ -80,6 +82,7 @@ def run_engine_bench(options: EngineBenchOptions) -> int:
         num_threads=options.num_threads,
         vllm_python=options.vllm_python,
         with_transformers=options.with_transformers,
+        with_limit=options.with_limit,
     )
     found = measure(bench, sys.stderr)
     print("\n".join(table_lines(found)))

@@ -19,6 +19,7 @@ import anyio
 from anyengine.cli.bench_client import ClientBenchOptions, run_client_bench
 from anyengine.cli.bench_death import DeathBenchOptions, run_death_bench
 from anyengine.cli.bench_engine import EngineBenchOptions, run_engine_bench
+from anyengine.cli.bench_prefix import PrefixBenchOptions, run_prefix_bench
 from anyengine.cli.check_options import CheckOptions
 from anyengine.cli.engine import EngineOptions, check_place, serve_front_end
 from anyengine.cli.mock import MockOptions, serve_mock
@@ -59,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _bench(options)
             case ClientBenchOptions():
                 return _bench_client(options)
+            case PrefixBenchOptions():
+                return _bench_prefix(options)
             case _:
                 return _run(options)
     except KeyboardInterrupt:  # before the event loop has its handler, or while standard input is read
@@ -109,6 +112,15 @@ def _bench_client(options: ClientBenchOptions) -> int:
         _fail(error, options)
         return _USAGE
     return run_client_bench(options)
+
+
+def _bench_prefix(options: PrefixBenchOptions) -> int:
+    try:
+        options.check()
+    except ValueError as error:
+        _fail(error, options)
+        return _USAGE
+    return run_prefix_bench(options)
 
 
 def _run(options: RunOptions) -> int:

@@ -17,6 +17,7 @@ from anyengine.cli.bench import add_bench_command
 from anyengine.cli.bench_client import ClientBenchOptions
 from anyengine.cli.bench_death import DeathBenchOptions
 from anyengine.cli.bench_engine import EngineBenchOptions
+from anyengine.cli.bench_prefix import PrefixBenchOptions
 from anyengine.cli.check_options import CheckOptions, add_check_command
 from anyengine.cli.engine import EngineOptions, add_engine_options
 from anyengine.cli.mock import MockOptions, add_mock_command
@@ -88,6 +89,7 @@ Options: TypeAlias = (
     | ClientBenchOptions
     | DeathBenchOptions
     | EngineBenchOptions
+    | PrefixBenchOptions
 )
 """What was typed after one of the commands."""
 
