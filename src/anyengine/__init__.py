@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ._client.client import EngineClient
     from ._client.core_client import EngineCoreClient
+    from ._client.disaggregation import PrefillDecodePair
     from ._client.engines.health import ClientHealth, HealthLevel, RankHealth
     from ._client.engines.model_info import ModelInfo
     from ._client.inputs.prompts import EmbedsPrompt, Prompt
@@ -199,6 +200,7 @@ __all__ = [
     "PlaceholderRange",
     "PoolingOutput",
     "PoolingParams",
+    "PrefillDecodePair",
     "PrefillUsage",
     "Prompt",
     "ProtocolError",
@@ -259,6 +261,7 @@ _HOMES = {
         "_client.client": ("EngineClient",),
         "_client.session.closing": ("EngineExit", "KilledProcess", "ShutdownReport"),
         "_client.core_client": ("EngineCoreClient",),
+        "_client.disaggregation": ("PrefillDecodePair",),
         "_client.session.debugging": ("DebugSnapshot",),
         "_client.session.events": ("ClientEvents",),
         "_client.engines.health": ("ClientHealth", "HealthLevel", "RankHealth"),

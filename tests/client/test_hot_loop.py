@@ -1,4 +1,4 @@
-"""What one token costs in the client, in calls: how long they take depends on the machine, how many they are does not."""
+"""What one token costs in the client, in calls: how long they take is the machine's, how many they are is ours."""
 
 from __future__ import annotations
 

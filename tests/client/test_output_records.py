@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import struct
 from typing import Any
 
 import anyio
@@ -17,6 +18,7 @@ from anyengine import (
     OutputKind,
     RequestFailed,
     RequestOutput,
+    RequestRejected,
     SamplingParams,
     WeightVersionSpan,
     output_from_json,
@@ -175,10 +177,9 @@ async def test_every_item_has_figures() -> None:
     }  # fmt: skip
     rule = RequestRule(tokens=(5, 6, 7), output={7: events, 11: prefill})
     outs = await answers(Script(requests=(rule,), step_interval_s=0.01))
-    assert len(outs) == 3
     former = 0.0
-    for number, out in enumerate(outs, 1):
-        figures = out.metrics
+    for out in outs:
+        figures, number = out.metrics, out.num_output_tokens
         assert all(hasattr(figures, name) for name in METRICS)
         assert (figures.num_generation_tokens, figures.num_preemptions) == (number, number)
         assert figures.queued_s == pytest.approx(0.25)
@@ -224,3 +225,24 @@ async def test_new_weights_begin_a_span() -> None:
             out = await stream.final()
     assert plain.weight_versions == (WeightVersionSpan("default", 0, 2),)
     assert out.weight_versions == (WeightVersionSpan("default", 0, before), WeightVersionSpan("v2", before, 400))
+
+
+@pytest.mark.feature("R14")
+async def test_scores_of_chosen_tokens_of_the_prompt() -> None:
+    """A row for each position from the start on, as an array; what pads a row is minus infinity."""
+    numbers = struct.pack("<4f", -1.0, float("-inf"), -2.0, -3.0)
+    scores = ["float32", [2, 2], msgspec.msgpack.Ext(3, numbers)]
+    rule = RequestRule(tokens=(5, 6), output={17: scores})
+    params = SamplingParams(prompt_logprob_token_ids=[[7, -1], [8, 9]], prompt_logprob_start=1)
+    scripted = ScriptedTwin(Script(requests=(rule,), step_interval_s=0.001))
+    with anyio.fail_after(30):
+        async with EngineClient(engine=scripted.engine) as client:
+            outs = [out async for out in client.generate([1, 2, 3, 4], params)]
+            with pytest.raises(RequestRejected, match="rows"):  # one for each position, and no other number
+                await client.complete([1, 2], params)
+    (add,) = scripted.received("add")
+    assert add[3]["prompt_logprob_start"] == 1 and add[3]["prompt_logprob_token_ids"][:2] == ["<i4", [2, 2]]
+    assert [out.prompt_token_id_logprobs is None for out in outs] == [False] + [True] * (len(outs) - 1)  # once
+    found = outs[0].prompt_token_id_logprobs
+    assert found is not None and found.numpy().shape == (2, 2)
+    assert found.tolist() == [[-1.0, float("-inf")], [-2.0, -3.0]]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from array import array
 
 import anyio
+import psutil
 import pytest
 from engines import generates, misbehaving, toy
 
@@ -38,6 +40,7 @@ async def test_submitters_wait_for_an_engine_that_does_not_read() -> None:
     results: list[list[int]] = []
     with anyio.fail_after(120):
         async with EngineClient(engine=engine, max_unread_bytes=LIMIT_BYTES) as client:
+            generates(client)
 
             async def submit(prompt: list[int]) -> None:
                 stream = client.generate(prompt, SamplingParams(max_tokens=3))
@@ -61,6 +64,39 @@ async def test_submitters_wait_for_an_engine_that_does_not_read() -> None:
             await client.ping()
             assert client.statistics()["unread_bytes"] < LIMIT_BYTES // 4 + len(PROMPT) * 3
             assert client.statistics()["requests_in_flight"] == 0
+
+
+@pytest.mark.case("K67")
+@pytest.mark.blocking_ok  # asks for the memory
+@pytest.mark.parametrize("anyio_backend", [("trio", {})], ids=["trio"])
+async def test_the_memory_of_the_process_stays_within_the_limit_too() -> None:
+    """Two hundred submissions, a hundred megabytes on the wire and more before that, for an engine that is stopped."""
+    process, most_bytes = psutil.Process(), 32 << 20
+    with anyio.fail_after(60):
+        async with EngineClient(engine=toy(max_model_len=300_000), max_unread_bytes=LIMIT_BYTES) as client:
+            generates(client)
+            gc.collect()
+            before_bytes = process.memory_info().rss
+            os.kill(pid_of(client.core), signal.SIGSTOP)
+            try:
+                async with anyio.create_task_group() as tasks:
+
+                    async def submit() -> None:
+                        async with client.generate(PROMPT, SamplingParams(max_tokens=3)) as stream:
+                            await anext(stream)
+
+                    for _ in range(200):
+                        tasks.start_soon(submit)
+                    await anyio.wait_all_tasks_blocked()
+                    assert process.memory_info().rss - before_bytes < most_bytes
+                    assert LIMIT_BYTES <= client.statistics()["unread_bytes"] < 2 * LIMIT_BYTES
+                    tasks.cancel_scope.cancel()
+            finally:
+                os.kill(pid_of(client.core), signal.SIGCONT)
+            await client.drain()
+            assert client.statistics()["unread_bytes"] < LIMIT_BYTES // 4
+            gc.collect()
+            assert process.memory_info().rss - before_bytes < most_bytes
 
 
 @pytest.mark.case("K67")
@@ -117,6 +153,7 @@ async def test_the_end_wakes_those_who_wait(end: str) -> None:
 async def test_short_prompts_cause_no_calls() -> None:
     with anyio.fail_after(60):
         async with EngineClient(engine=toy()) as client:
+            generates(client)
             before = client.core.session.connection.utilities._counter
             for number in range(50):
                 async with client.generate([number], SamplingParams(max_tokens=1)) as stream:

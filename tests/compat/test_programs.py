@@ -1,7 +1,7 @@
 """Programs written for vLLM's AsyncLLM run against the embedded engine when nothing but their imports is changed.
 
 ``programs/`` has them as they are for vLLM: the calls of vLLM's own asynchronous examples, in our words
-(docs/blocking.md says which of those there are, and which this is about).
+(docs/migration.md says which of those there are, and which this is about).
 """
 
 from __future__ import annotations

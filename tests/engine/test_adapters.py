@@ -166,9 +166,7 @@ def test_adapters_do_not_share_blocks(engine: EngineCore, adapters: dict[str, Pa
     assert cached(first) == 48
 
 
-def test_a_request_keeps_its_adapter_to_its_end(
-    engine: EngineCore, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_keeps_its_adapter_to_its_end(engine: EngineCore, adapters: dict[str, Path]) -> None:
     request = lora(adapters["everything"], 1)
     add(engine, "whole", request)
     expected = tokens_of(run(engine)["whole"])
@@ -177,6 +175,8 @@ def test_a_request_keeps_its_adapter_to_its_end(
     engine.utility("remove_lora", [1])
     engine.utility("add_lora", [["other", 1, str(adapters["attention"])]])
     engine.utility("reset_prefix_cache", [True])  # and it is computed again
+    engine.utility("sleep", [2, "keep"])
+    engine.utility("wake_up", [])  # with weights that are loaded anew
     outputs += run(engine)["a"]
     assert tokens_of(outputs) == expected
 

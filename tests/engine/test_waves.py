@@ -21,6 +21,7 @@ from anyengine._wire import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    FinishReason,
     StartDPWave,
     UtilityCall,
     WireSamplingParams,
@@ -234,8 +235,8 @@ def test_the_load_is_told_with_the_number_of_the_wave() -> None:
 def test_a_paused_rank_still_takes_part_and_asks_for_a_wave_when_it_goes_on() -> None:
     with ranks() as started:
         first, second = started
+        second.add("kept", [1, 2], wave=0, max_tokens=300)
         start_wave(started, 0)
-        second.add("kept", [1, 2], wave=0, max_tokens=50)
         second.read_until(lambda: "kept" in second.outputs)
         second.call("pause_scheduler", "keep")
         first.add("other", [8], wave=0, max_tokens=60)
@@ -250,18 +251,35 @@ def test_a_paused_rank_still_takes_part_and_asks_for_a_wave_when_it_goes_on() ->
         for wave in second.told("start_wave")[:1]:
             start_wave(started, wave, exclude=1)
         second.read_to_the_end_of("kept")
-        assert second.tokens("kept") == expected_tokens([1, 2], 50)
+        assert second.tokens("kept") == expected_tokens([1, 2], 300)
         assert first.tokens("other") == expected_tokens([8], 60)
 
 
 def test_an_abort_of_the_last_request_ends_the_wave() -> None:
     with ranks() as started:
-        start_wave(started, 0)
         started[1].add("a", [1], wave=0, max_tokens=2000)
+        start_wave(started, 0)
         started[1].read_until(lambda: "a" in started[1].outputs)
         started[1].commands.put(AbortRequests(["a"]))
         started[0].read_until(lambda: started[0].told("wave_complete") == [0])
         assert started[1].call("get_engine_statistics")["num_running_requests"] == 0
+
+
+def test_a_rank_that_stops_leaves_with_the_end_of_the_wave() -> None:
+    """The other one is not left alone in the middle of a step."""
+    with ranks() as started:
+        first, second = started
+        first.add("a", [1], wave=0, max_tokens=40)
+        second.add("b", [2], wave=0, max_tokens=2000)
+        start_wave(started, 0)
+        second.read_until(lambda: "b" in second.outputs)
+        second.stop()
+        second.read_to_the_end_of("b")
+        assert second.outputs["b"][-1].finish_reason is FinishReason.ABORT
+        first.read_to_the_end_of("a")
+        first.read_until(lambda: first.told("wave_complete"))
+        second.join()
+    assert first.tokens("a") == expected_tokens([1], 40)
 
 
 def test_waves() -> None:

@@ -47,7 +47,7 @@ def in_loop(*, step_s: float = 0.0, max_num_seqs: int = 256, grace_s: float = 0.
         asked = anyio.Event()
         host.on_terminate = asked.set
         commands: SimpleQueue[Command] = SimpleQueue()
-        loop = BusyLoop(core, commands, Sink(), rank=rank, num_clients=1, reports_finished=False)
+        loop = BusyLoop(core, commands, Sink(), rank=rank, num_clients=1, has_coordinator=False)
 
         async def serve() -> None:
             while True:

@@ -6,16 +6,21 @@ import inspect
 import os
 import signal
 import threading
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import anyio
+import anyio.lowlevel
+import anyio.to_thread
 import msgspec
 import pytest
 from crowds import until
+from engines import RUNNER
 
 from anyengine import (
     ClientClosedError,
     ClientState,
+    EmbeddedEngine,
     EngineClient,
     EngineDeadError,
     EngineStartupError,
@@ -25,14 +30,16 @@ from anyengine import (
     WrongLoopError,
 )
 from anyengine.sync import ClientOptions, SyncEngineClient
+from anyengine.testing import toy_runner
 from anyengine.testing.scripted import End, Fault, RequestRule, Script, ScriptedTwin, StartupStage
 
 BACKENDS: list[dict[str, Any]] = [
     {"backend": "asyncio"},
-    {"backend": "asyncio", "backend_options": {"use_uvloop": True}},
     {"backend": "trio"},
+    {"backend": "asyncio", "backend_options": {"use_uvloop": True}},
 ]
-backends = pytest.mark.parametrize("backend", BACKENDS, ids=["asyncio", "uvloop", "trio"])
+backends = pytest.mark.parametrize("backend", BACKENDS[:2], ids=["asyncio", "trio"])
+every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=["asyncio", "trio", "uvloop"])
 ENDLESS = SamplingParams(max_tokens=10_000)
 SLOW = Script(step_interval_s=0.001, registration={"max_model_len": 20_000})
 
@@ -100,8 +107,15 @@ SCRIPT = Script(
 def timeless(value: Any) -> Any:
     """What can be compared."""
     if isinstance(value, RequestOutput):
-        others = tuple(timeless(one) for one in value.others)
-        return msgspec.structs.replace(value, metrics=None, others=others)
+        named = (
+            value.request_id,
+            value.text,
+            value.token_ids,
+            value.index,
+            value.finish_reason,
+            value.prompt_token_ids,
+        )
+        return named, value.usage, value.num_running, tuple(timeless(one) for one in value.others)
     if isinstance(value, BaseException):
         left_out = ("call_id", "outcomes")  # numbered by the client; the error itself, once more
         return type(value), str(value), {k: timeless(v) for k, v in vars(value).items() if k not in left_out}
@@ -174,6 +188,20 @@ def test_a_block_leaves_nothing_and_can_be_entered_again(backend: dict[str, Any]
         SyncEngineClient(engine=ScriptedTwin().engine).complete([1])
 
 
+@pytest.mark.feature("L40")
+def test_an_engine_in_a_thread_beside_it() -> None:
+    """No process, no event loop of the program's: what a notebook wants."""
+    engine = EmbeddedEngine(runner=RUNNER, in_process=True)
+    with SyncEngineClient(engine=engine) as client:
+        assert client.complete([1], FOUR).token_ids == toy_runner.expected_tokens([1], 4)
+        answers = dict(client.generate_many([[2], [3]], FOUR, ordered=True))
+    assert {index: out.token_ids for index, out in answers.items()} == {  # type: ignore[union-attr]
+        0: toy_runner.expected_tokens([2], 4),
+        1: toy_runner.expected_tokens([3], 4),
+    }
+
+
+@pytest.mark.feature("C22")
 def test_closing_before_the_end_of_the_block() -> None:
     with SyncEngineClient(engine=ScriptedTwin(SLOW).engine) as client:
         short = client.submit([1], SamplingParams(max_tokens=50))
@@ -245,6 +273,31 @@ def test_its_own_thread_is_refused(backend: dict[str, Any]) -> None:
         stream = client.generate([1], FOUR)
         assert client.run(inside, 3, named="x") == (3, "x")
         assert sum(len(out.token_ids) for out in stream) == 4
+
+
+VARIABLE: ContextVar[str] = ContextVar("VARIABLE", default="unset")
+
+
+@backends
+@pytest.mark.blocking_ok
+def test_calls_run_in_the_context_of_their_caller(backend: dict[str, Any]) -> None:
+    """Its variables, such as the span it is in; and not its event loop, of whichever kind that is."""
+
+    async def look(asynchronous: EngineClient) -> str:
+        await anyio.lowlevel.checkpoint()
+        assert (await asynchronous.complete([1], FOUR)).finish_reason == "length"
+        return VARIABLE.get()
+
+    async def elsewhere() -> None:
+        VARIABLE.set("in a loop")
+        assert client.run(look) == "in a loop"
+        assert await anyio.to_thread.run_sync(client.run, look) == "in a loop"
+
+    with SyncEngineClient(engine=ScriptedTwin().engine, allow_running_loop=True, **backend) as client:
+        for own in BACKENDS:
+            anyio.run(elsewhere, **own)
+        assert copy_context().run(lambda: (VARIABLE.set("outside"), client.run(look))[1]) == "outside"
+        assert client.run(look) == "unset"
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

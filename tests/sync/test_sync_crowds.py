@@ -9,14 +9,14 @@ from typing import Any
 import anyio
 import pytest
 from crowds import crowd, started, until
-from test_sync_client import BACKENDS, ENDLESS, SLOW, backends
+from test_sync_client import BACKENDS, ENDLESS, SLOW, backends, every_backend
 
 from anyengine import ClientClosedError, EngineClient, EngineDeadError, SamplingParams, WrongLoopError
 from anyengine.sync import SyncEngineClient
 from anyengine.testing.scripted import Fault, Script, ScriptedTwin, expected_tokens
 
 
-@backends
+@every_backend
 @pytest.mark.feature("L24")
 def test_eight_threads_with_fifty_requests_each(backend: dict[str, Any]) -> None:
     """And from a foreign loop, the asynchronous client behind it refuses."""
@@ -85,6 +85,7 @@ def test_thirty_two_threads_that_leave_as_they_like(backend: dict[str, Any]) -> 
         aborted = [wire_id for batch in twin.received("abort") for wire_id in batch]
         assert len(aborted) == len(set(aborted)) <= left  # some had ended by themselves before the abort was made
         assert client.debug_snapshot().requests == ()
+        until(lambda: not client._running()._pending)  # nor a task in the loop
 
 
 @backends

@@ -124,3 +124,14 @@ def test_the_rank_is_read_from_the_first_bytes(rank: int, length: int) -> None:
 @pytest.mark.parametrize("value", [{"a": 1}, [], "x", ["x"], [-1], [None], [1 << 20], 3])
 def test_no_rank_where_there_is_none(value: Any) -> None:
     assert peek_rank(msgspec.msgpack.encode(value)) is None
+
+
+@pytest.mark.parametrize("dialect", wire.DIALECTS, ids=repr)
+def test_the_outputs_of_every_release_answer_alike(dialect: wire.Dialect) -> None:
+    """To every attribute that the newest have, those that are no field included."""
+    [output] = dialect.decode_outputs(dialect.encode_outputs(batch(0))).outputs
+    known = wire.EngineCoreOutput("x", [])
+    for name in dir(known):
+        if not name.startswith("_"):
+            getattr(output, name)
+    assert output.surplus == {}

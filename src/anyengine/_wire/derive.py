@@ -170,10 +170,11 @@ def _derive(struct: StructType, names: tuple[str, ...], parts: Mapping[StructTyp
     known = {info.encode_name: info for info in msgspec.structs.fields(struct)}
     fields = [_field(name, known.get(name), parts) for name in names]
     config = struct.__struct_config__
+    computed = {name: value for name, value in vars(struct).items() if isinstance(value, property)}
     return msgspec.defstruct(
         struct.__name__,
         fields,
-        namespace={info.name: _stand_in(info, names) for name, info in known.items() if name not in names},
+        namespace=computed | {info.name: _stand_in(info, names) for name, info in known.items() if name not in names},
         bases=struct.__bases__ if struct.__bases__ != (msgspec.Struct,) else None,
         module=struct.__module__,
         array_like=config.array_like,

@@ -8,7 +8,6 @@ methods are awaited in the caller's loop, whichever that is, one after the other
 from __future__ import annotations
 
 import atexit
-import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -32,8 +31,6 @@ from .relays import relayed
 from .streams import OutputStream, PoolingStream
 
 __all__ = ["AsyncLLM"]
-
-_logger = logging.getLogger("anyengine.compat")
 
 _running: set[ClientThread] = set()
 
@@ -204,16 +201,9 @@ class AsyncLLM:
         cause = self._thread.client.core.session.cause
         return EngineDeadError("the engine lives") if cause is None else cause.for_waiter()
 
-    async def check_health(self) -> None:
-        """Raise if the engine is dead.
-
-        Raises:
-            EngineDeadError: it is.
-
-        Cancellation: safe.
-        """
-        if self.errored:
-            raise self.dead_error
+    @relayed(EngineClient.check_health)
+    def check_health(self) -> None:
+        """See :meth:`EngineClient.check_health`."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -234,16 +224,13 @@ class AsyncLLM:
         """
         return await self._thread.call_now_async(self._thread.client.statistics)
 
-    async def do_log_stats(self) -> None:
-        """Log :meth:`get_statistics`, at level INFO.
+    @relayed(EngineClient.do_log_stats)
+    def do_log_stats(self) -> None:
+        """See :meth:`EngineClient.do_log_stats`."""
 
-        Cancellation: safe.
-        """
-        _logger.info("%s", await self.get_statistics())
-
-    async def is_tracing_enabled(self) -> bool:
-        """Whether trace headers are of use: the engine gets them in any case."""
-        return False
+    @relayed(EngineClient.is_tracing_enabled)
+    def is_tracing_enabled(self) -> None:
+        """See :meth:`EngineClient.is_tracing_enabled`."""
 
     # ---------------------------------------------------------------- operations
 
@@ -318,6 +305,18 @@ class AsyncLLM:
     @relayed(EngineClient.stop_profile)
     def stop_profile(self) -> None:
         """See :meth:`EngineClient.stop_profile`."""
+
+    @relayed(EngineClient.checkpoint_prepare)
+    def checkpoint_prepare(self) -> None:
+        """See :meth:`EngineClient.checkpoint_prepare`."""
+
+    @relayed(EngineClient.checkpoint_restore)
+    def checkpoint_restore(self) -> None:
+        """See :meth:`EngineClient.checkpoint_restore`."""
+
+    @relayed(EngineClient.notify_kv_transfer_request_rejected)
+    def notify_kv_transfer_request_rejected(self) -> None:
+        """See :meth:`EngineClient.notify_kv_transfer_request_rejected`."""
 
     @relayed(EngineClient.compute_weight_checksums)
     def compute_weight_checksums(self) -> None:

@@ -7,11 +7,12 @@ together here. Knows nothing of threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from anyengine import outputs as ours
-from anyengine.outputs import LogprobsOnePosition, RequestMetrics, TensorLike
+from anyengine.outputs import LogprobsOnePosition, RequestMetrics, TensorLike, WeightVersionSpan
 from anyengine.params import LoRARequest, OutputKind
 
 __all__ = ["Accumulator", "CompletionOutput", "PoolingOutput", "PoolingRequestOutput", "RequestOutput", "pooled"]
@@ -28,6 +29,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: LoRARequest | None = None
+    weight_versions: Sequence[WeightVersionSpan] | None = None
 
     def finished(self) -> bool:
         """Whether it has ended."""
@@ -46,6 +48,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     metrics: RequestMetrics | None = None
     lora_request: LoRARequest | None = None
     num_cached_tokens: int | None = None
+    num_cache_creation_tokens: int | None = None
+    kv_transfer_params: Any = None
 
 
 class PoolingOutput(msgspec.Struct, kw_only=True):
@@ -70,14 +74,13 @@ class Accumulator:
     ``kind`` is the one that was asked for; the stream is of kind ``DELTA``, or ``FINAL_ONLY`` like this one.
     """
 
-    def __init__(self, kind: OutputKind, prompt: str | None, lora_request: LoRARequest | None) -> None:
+    def __init__(self, kind: OutputKind, prompt: str | None) -> None:
         self._gathers = kind is OutputKind.CUMULATIVE
-        self._lora_request = lora_request
         self._so_far: dict[int, CompletionOutput] = {}
         self._prompt = prompt
         self._prompt_logprobs: Sequence[LogprobsOnePosition | None] | None = None
 
-    def item(self, arrived: Sequence[ours.RequestOutput], prompt_token_ids: list[int] | None) -> RequestOutput:
+    def item(self, arrived: Sequence[ours.RequestOutput]) -> RequestOutput:
         """One item of everything that has arrived since the last one, which is something."""
         new: dict[int, CompletionOutput] = {}
         prompt_logprobs: Sequence[LogprobsOnePosition | None] | None = None
@@ -92,14 +95,16 @@ class Accumulator:
         last = arrived[-1]
         return RequestOutput(
             request_id=last.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=prompt_token_ids,
+            prompt=last.prompt if self._prompt is None else self._prompt,
+            prompt_token_ids=None if last.prompt_token_ids is None else list(last.prompt_token_ids),
             prompt_logprobs=prompt_logprobs,
             outputs=[new[index] for index in sorted(new)],
             finished=last.finished,
             metrics=last.metrics,
-            lora_request=self._lora_request,
+            lora_request=last.lora_request,
             num_cached_tokens=last.num_cached_tokens,
+            num_cache_creation_tokens=last.num_cache_creation_tokens,
+            kv_transfer_params=last.kv_transfer_params,
         )
 
     def _joined(self, known: CompletionOutput | None, new: ours.RequestOutput) -> CompletionOutput:
@@ -117,7 +122,8 @@ class Accumulator:
             logprobs=logprobs,
             finish_reason=new.finish_reason,
             stop_reason=new.stop_reason,
-            lora_request=self._lora_request,
+            lora_request=new.lora_request,
+            weight_versions=new.weight_versions,
         )
 
 

@@ -16,7 +16,7 @@ import anyio.lowlevel
 from msgspec.structs import replace
 
 from anyengine import outputs, params
-from anyengine._client.inputs.prompts import EmbedsPrompt, Prompt, is_embeddings
+from anyengine._client.inputs.prompts import Prompt
 from anyengine._client.inputs.request_fields import GenerateOptions
 from anyengine._client.session.wakeup import make_bell, make_parker
 from anyengine.params import OutputKind
@@ -36,7 +36,6 @@ class _Arrivals:
 
     def __init__(self) -> None:
         self.items: deque[outputs.RequestOutput] = deque()
-        self.prompt_token_ids: list[int] | None = None
         self.bell: Callable[[], None] | None = None
 
     def put(self, item: outputs.RequestOutput) -> None:
@@ -69,7 +68,7 @@ class OutputStream:
         if kind is OutputKind.CUMULATIVE:
             sampling_params = replace(sampling_params, output_kind=OutputKind.DELTA)
         self._thread = thread
-        self._accumulator = Accumulator(kind, prompt_text, options.get("lora_request"))
+        self._accumulator = Accumulator(kind, prompt_text)
         self._arrivals = _Arrivals()
         arrivals = self._arrivals
         self._serve = lambda: _serve(thread, arrivals, prompt, sampling_params, options)
@@ -119,7 +118,7 @@ class OutputStream:
             await anyio.lowlevel.checkpoint_if_cancelled()
         if arrivals.items:
             arrived = [arrivals.items.popleft() for _ in range(len(arrivals.items))]
-            return self._accumulator.item(arrived, arrivals.prompt_token_ids)
+            return self._accumulator.item(arrived)
         if not task.cancelled():
             task.result()  # raises what has ended it
         raise StopAsyncIteration
@@ -173,10 +172,6 @@ async def _serve(
     options: GenerateOptions,
 ) -> None:
     """The request, in the client's loop. Leaving it, by cancellation too, aborts it."""
-    client = thread.client
-    if not isinstance(prompt, EmbedsPrompt) and not is_embeddings(prompt):
-        kwargs = options.pop("tokenization_kwargs", None)
-        arrivals.prompt_token_ids = prompt = await client.tokenize(prompt, sampling_params, tokenization_kwargs=kwargs)
-    async with client.generate(prompt, sampling_params, **options) as stream:
+    async with thread.client.generate(prompt, sampling_params, **options) as stream:
         async for output in stream:
             arrivals.put(output)

@@ -10,14 +10,17 @@ It is :class:`~anyengine.EngineClient` in an event loop of its own, in a thread 
 from __future__ import annotations
 
 from .client import ClientOptions, SyncEngineClient
+from .groups import SyncClientEvents, SyncInputSession, SyncRequestGroup
 from .operations import SyncEngineOperations
-from .streams import SyncClientEvents, SyncRequestGroup, SyncRequestStream, SyncStreamView
+from .streams import SyncParsedStream, SyncRequestStream, SyncStreamView
 
 __all__ = [
     "ClientOptions",
     "SyncClientEvents",
     "SyncEngineClient",
     "SyncEngineOperations",
+    "SyncInputSession",
+    "SyncParsedStream",
     "SyncRequestGroup",
     "SyncRequestStream",
     "SyncStreamView",

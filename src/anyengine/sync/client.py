@@ -11,6 +11,8 @@ from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack
 
 from anyengine._client.client import EngineClient
+from anyengine._client.engines.model_info import ModelInfo
+from anyengine._client.reporting import StatisticsSink
 from anyengine._client.request_control import RequestName
 from anyengine._client.requests.stream import RequestStream
 from anyengine._client.session.closing import ShutdownReport
@@ -19,12 +21,12 @@ from anyengine._process.status import Status
 from anyengine._protocol import ClientState
 from anyengine._text import Tokenizer
 from anyengine.config import EngineSettings
-from anyengine.exceptions import ClientClosedError
-from anyengine.params import SamplingParams
+from anyengine.exceptions import ClientClosedError, EngineError
+from anyengine.params import LoRARequest, SamplingParams
 from anyengine.policies import RestartPolicy, RetryPolicy
 
 from .client_thread import Backend, ClientThread
-from .methods import blocking, calling, following, gathering, streaming, submitting
+from .methods import blocking, calling, conversing, following, gathering, streaming, submitting
 from .operations import SyncEngineOperations
 from .streams import SyncRequestStream
 
@@ -50,6 +52,8 @@ class ClientOptions(TypedDict, total=False):
     on_notification: Callable[[Notification], Awaitable[None]] | None
     restart: RestartPolicy | None
     retries: RetryPolicy | None
+    stats_interval_s: float | None
+    stats_sinks: Sequence[StatisticsSink]
     strict: bool
 
 
@@ -153,6 +157,22 @@ class SyncEngineClient(SyncEngineOperations):
     def encode(self) -> None:
         """What a pooling model makes of a prompt; see :meth:`EngineClient.encode`."""
 
+    @blocking(EngineClient.embed)
+    def embed(self) -> None:
+        """The embedding of a prompt; see :meth:`EngineClient.embed`."""
+
+    @blocking(EngineClient.classify)
+    def classify(self) -> None:
+        """The classes of a prompt; see :meth:`EngineClient.classify`."""
+
+    @blocking(EngineClient.score)
+    def score(self) -> None:
+        """How near documents are to a query; see :meth:`EngineClient.score`."""
+
+    @blocking(EngineClient.rerank)
+    def rerank(self) -> None:
+        """The documents that are nearest to a query; see :meth:`EngineClient.rerank`."""
+
     @submitting(EngineClient.submit)
     def submit(self) -> None:
         """:meth:`generate`, and send the request before returning; see :meth:`EngineClient.submit`."""
@@ -169,6 +189,14 @@ class SyncEngineClient(SyncEngineOperations):
         names = [one.asynchronous if isinstance(one, SyncRequestStream) else one for one in request]
         thread = self._running()
         return thread.call(lambda: thread.client.abort(names, timeout_s=timeout_s))
+
+    @blocking(EngineClient.beam_search)
+    def beam_search(self) -> None:
+        """The likeliest answers as a whole; see :meth:`EngineClient.beam_search`."""
+
+    @conversing(EngineClient.input_session)
+    def input_session(self) -> None:
+        """A request whose prompt comes in parts; see :meth:`EngineClient.input_session`."""
 
     @blocking(EngineClient.abort_all)
     def abort_all(self) -> None:
@@ -197,6 +225,10 @@ class SyncEngineClient(SyncEngineOperations):
     def health(self) -> None:
         """How every rank is; see :meth:`EngineClient.health`."""
 
+    @blocking(EngineClient.check_health)
+    def check_health(self) -> None:
+        """Raise if a rank is not healthy; see :meth:`EngineClient.check_health`."""
+
     @blocking(EngineClient.ping)
     def ping(self) -> None:
         """Ask an engine's main loop for a sign of life; see :meth:`EngineClient.ping`."""
@@ -213,6 +245,14 @@ class SyncEngineClient(SyncEngineOperations):
     def statistics(self) -> None:
         """Counters of this block; see :meth:`EngineClient.statistics`."""
 
+    @calling(EngineClient.stats)
+    def stats(self) -> None:
+        """The client's figures as they stand; see :meth:`EngineClient.stats`."""
+
+    @blocking(EngineClient.do_log_stats)
+    def do_log_stats(self) -> None:
+        """Log the figures now; see :meth:`EngineClient.do_log_stats`."""
+
     @calling(EngineClient.debug_snapshot)
     def debug_snapshot(self) -> None:
         """What the client holds at this moment; see :meth:`EngineClient.debug_snapshot`."""
@@ -223,6 +263,26 @@ class SyncEngineClient(SyncEngineOperations):
         return self._client.state
 
     @property
+    def is_running(self) -> bool:
+        """Whether the client serves; see :attr:`EngineClient.is_running`."""
+        return self._client.is_running
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the client serves no more; see :attr:`EngineClient.is_stopped`."""
+        return self._client.is_stopped
+
+    @property
+    def errored(self) -> bool:
+        """Whether the client has died; see :attr:`EngineClient.errored`."""
+        return self._client.errored
+
+    @property
+    def dead_error(self) -> EngineError | None:
+        """What the client has died of; see :attr:`EngineClient.dead_error`."""
+        return self._client.dead_error
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that take requests."""
         return self._client.ranks
@@ -231,6 +291,16 @@ class SyncEngineClient(SyncEngineOperations):
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; see :attr:`EngineClient.tokenizer`."""
         return self._client.tokenizer
+
+    @property
+    def loras(self) -> Mapping[str, LoRARequest]:
+        """The adapters that this client has had loaded; see :attr:`EngineClient.loras`."""
+        return self._client.loras
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """What is known of the model; see :attr:`EngineClient.model_info`."""
+        return self._client.model_info
 
     @property
     def shutdown_report(self) -> ShutdownReport | None:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from contextvars import Context, copy_context
 from functools import partial
 from threading import Event, Thread, get_ident
 from typing import Any, Final, Literal, TypeAlias, TypeVar
@@ -22,7 +23,7 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from anyengine._client.client import EngineClient
-from anyengine._client.session.wakeup import make_bell, make_parker
+from anyengine._client.session.wakeup import make_bell, make_parker, settle_context
 from anyengine.exceptions import ClientClosedError, WrongLoopError
 
 __all__ = ["Backend", "ClientThread"]
@@ -192,13 +193,13 @@ class ClientThread:
             self._bell()
 
     def submit(self, func: Callable[[], Awaitable[T]], *, outlives_client: bool = False) -> Future[T]:
-        """Run ``func`` in a task of the loop. Cancelling the future cancels the task.
+        """Run ``func`` in a task of the loop, in a copy of the caller's context. Cancelling the future cancels it.
 
         When the client's block has ended, tasks have a moment to end by themselves; those that outlive the client are
         cancelled behind it. A task that is cancelled so, or never started, gives :class:`ClientClosedError`.
         """
         future: Future[T] = Future()
-        self._hand_in(partial(self._start_task, func, future, outlives_client), future)
+        self._hand_in(partial(self._start_task, copy_context(), func, future, outlives_client), future)
         return future
 
     def _hand_in(self, action: Callable[[], object], future: Future[Any]) -> None:
@@ -325,10 +326,13 @@ class ClientThread:
                 self._inbox.popleft()()
             await parker.park()
 
-    def _start_task(self, func: Callable[[], Awaitable[T]], future: Future[T], outlives_client: bool) -> None:
+    def _start_task(
+        self, context: Context, func: Callable[[], Awaitable[T]], future: Future[T], outlives_client: bool
+    ) -> None:
         tasks: TaskGroup = self._outliving if outlives_client else self._calls
+        settle_context(context)
         try:
-            tasks.start_soon(self._perform, func, future)
+            context.run(tasks.start_soon, self._perform, func, future)
         except RuntimeError:  # the group has ended
             _refuse(future)
 

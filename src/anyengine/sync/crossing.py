@@ -16,6 +16,7 @@ import anyio
 from anyengine._client.requests.stream import RequestStream
 from anyengine._client.session.wakeup import make_bell, make_parker
 from anyengine.outputs import RequestOutput
+from anyengine.params import OutputKind
 
 from .client_thread import ClientThread
 
@@ -34,7 +35,7 @@ class Crossing:
         self._stream = stream
         self._wanted = False
         self._idle = False
-        self.was_cut = False
+        self.was_cut: bool = False
         """Whether the pump was cancelled: by its consumer, or at the end of the loop."""
         self._bell: Callable[[], None]
         self._items: SimpleQueue[RequestOutput | None] = SimpleQueue()
@@ -55,15 +56,21 @@ class Crossing:
         parker = make_parker()
         self._bell = make_bell(parker)
         try:
+            completions = await stream.start()
+            gather = stream.output_kind is OutputKind.FINAL_ONLY
             while True:
-                await stream.wait_ready()
+                while not completions.ready(gather=gather):
+                    await completions.parker.park()
                 self._idle = True
                 while not self._wanted:
                     await parker.park()
                 self._idle = self._wanted = False
-                self._items.put(await anext(stream))
-        except StopAsyncIteration:
-            return
+                item = await anext(stream)
+                self._items.put(item)
+                if item.finished:
+                    return
+        except (StopAsyncIteration, anyio.ClosedResourceError):
+            return  # it has ended, or was closed while the prompt was being tokenized
         except anyio.get_cancelled_exc_class():
             self.was_cut = True
             raise

@@ -13,15 +13,27 @@ from functools import partial, update_wrapper
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from anyengine._client.client import EngineClient
+from anyengine._client.requests.input_session import InputSession
 from anyengine._client.requests.many import RequestGroup
 from anyengine._client.requests.stream import RequestStream
 from anyengine._client.session.events import ClientEvents
 
 from .client_thread import ClientThread
 from .contexts import BlockingContext
-from .streams import SyncClientEvents, SyncRequestGroup, SyncRequestStream
+from .groups import SyncClientEvents, SyncInputSession, SyncRequestGroup
+from .streams import SyncRequestStream
 
-__all__ = ["Facade", "blocking", "calling", "entering", "following", "gathering", "streaming", "submitting"]
+__all__ = [
+    "Facade",
+    "blocking",
+    "calling",
+    "conversing",
+    "entering",
+    "following",
+    "gathering",
+    "streaming",
+    "submitting",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,6 +81,11 @@ def submitting(method: Method[P, Awaitable[RequestStream]]) -> Twin[F, P, SyncRe
 def gathering(method: Method[P, RequestGroup]) -> Twin[F, P, SyncRequestGroup]:
     """``method``, which is inert, and its group for threads."""
     return _twin(method, lambda thread, bound: SyncRequestGroup(thread, bound()))
+
+
+def conversing(method: Method[P, InputSession]) -> Twin[F, P, SyncInputSession]:
+    """``method``, whose session belongs to the client's loop, and the session for threads."""
+    return _twin(method, lambda thread, bound: SyncInputSession(thread, thread.call_now(bound)))
 
 
 def following(method: Method[P, ClientEvents]) -> Twin[F, P, SyncClientEvents]:

@@ -43,6 +43,10 @@ class SyncEngineOperations:
     def wake_up(self) -> None:
         """See :meth:`EngineClient.wake_up`."""
 
+    @entering(EngineClient.sleeping)
+    def sleeping(self) -> None:
+        """``with client.sleeping():``. See :meth:`EngineClient.sleeping`."""
+
     @blocking(EngineClient.is_sleeping)
     def is_sleeping(self) -> None:
         """See :meth:`EngineClient.is_sleeping`."""
@@ -90,6 +94,22 @@ class SyncEngineOperations:
     @blocking(EngineClient.compute_weight_checksums)
     def compute_weight_checksums(self) -> None:
         """See :meth:`EngineClient.compute_weight_checksums`."""
+
+    @blocking(EngineClient.checkpoint_prepare)
+    def checkpoint_prepare(self) -> None:
+        """See :meth:`EngineClient.checkpoint_prepare`."""
+
+    @blocking(EngineClient.checkpoint_restore)
+    def checkpoint_restore(self) -> None:
+        """See :meth:`EngineClient.checkpoint_restore`."""
+
+    @blocking(EngineClient.notify_kv_transfer_request_rejected)
+    def notify_kv_transfer_request_rejected(self) -> None:
+        """See :meth:`EngineClient.notify_kv_transfer_request_rejected`."""
+
+    @blocking(EngineClient.is_tracing_enabled)
+    def is_tracing_enabled(self) -> None:
+        """See :meth:`EngineClient.is_tracing_enabled`."""
 
     @blocking(EngineClient.save_sharded_state)
     def save_sharded_state(self) -> None:

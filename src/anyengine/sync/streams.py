@@ -1,4 +1,4 @@
-"""What a thread iterates: request streams, their views, request groups and events, each over its asynchronous twin.
+"""What a thread iterates of one request: its stream, and views of that, over the asynchronous stream.
 
 Owns the blocking side of iteration, and every way out of it. How an item crosses is :mod:`.crossing`'s.
 """
@@ -12,10 +12,8 @@ from typing import Generic, Self, TypeVar
 
 import anyio
 
-from anyengine._client.requests.many import RequestGroup
 from anyengine._client.requests.stream import RequestStream
-from anyengine._client.session.events import ClientEvents
-from anyengine._protocol import ClientEvent
+from anyengine._text.output_parsers import OutputParser, ParsedDelta
 from anyengine.exceptions import EngineError
 from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind
@@ -23,7 +21,7 @@ from anyengine.params import OutputKind
 from .client_thread import ClientThread
 from .crossing import Crossing
 
-__all__ = ["SyncClientEvents", "SyncRequestGroup", "SyncRequestStream", "SyncStreamView"]
+__all__ = ["SyncParsedStream", "SyncRequestStream", "SyncStreamView"]
 
 ItemT = TypeVar("ItemT")
 
@@ -48,6 +46,8 @@ class SyncRequestStream:
         self._finished = False  # its last item was given
         self._owned_by_block = False
         self._turn = Lock()
+        self.latest: RequestOutput | None = None
+        """The last item that a view has taken."""
 
     @property
     def request_id(self) -> str | None:
@@ -223,9 +223,19 @@ class SyncRequestStream:
         self._stream.token_stream()
         return SyncStreamView(self, self._tokens)
 
+    def parsed(self, parser: OutputParser) -> SyncParsedStream:
+        """The stream as ``parser`` takes it apart; see :meth:`RequestStream.parsed`.
+
+        Raises:
+            ValueError: see :meth:`RequestStream.parsed`.
+        """
+        self._stream.parsed(parser)
+        return SyncParsedStream(self, self._texts, parser)
+
     def _texts(self) -> Iterator[str]:
         seen, delta = 0, self._stream.output_kind is OutputKind.DELTA
         for output in self:
+            self.latest = output
             text = output.text if delta else output.text[seen:]
             seen = len(output.text)
             if text:
@@ -270,88 +280,19 @@ class SyncStreamView(Generic[ItemT]):
         return next(self._items)
 
 
-class SyncRequestGroup:
-    """Pairs of a prompt's index and its output: an iterator, and a context manager. See :class:`RequestGroup`.
+class SyncParsedStream(SyncStreamView[ParsedDelta]):
+    """A completion as a parser takes it apart, piece by piece; see :class:`ParsedStream`."""
 
-    One crossing of threads for each answer. Leaving it aborts what has not ended, as for :class:`SyncRequestStream`.
-    """
-
-    _over = True
-
-    def __init__(self, thread: ClientThread, group: RequestGroup) -> None:
-        self._thread = thread
-        self._group = group
-        self._started = False
+    def __init__(self, stream: SyncRequestStream, texts: Callable[[], Iterator[str]], parser: OutputParser) -> None:
+        super().__init__(stream, lambda: _parsed(texts(), parser))
 
     @property
-    def num_in_flight(self) -> int:
-        """How many of its requests have been sent and have not ended."""
-        return self._group.num_in_flight
-
-    def __enter__(self) -> Self:
-        """Send the first requests, if that was not done.
-
-        Raises: see :meth:`RequestGroup.__aenter__`.
-        """
-        self._started, self._over = True, False
-        self._thread.call(self._group.__aenter__)
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Leave the group: the aborts of what has not ended have been sent when this returns. Idempotent."""
-        if self._thread.is_foreign:
-            return
-        if not self._over and not self._thread.has_ended:
-            self._thread.call_now(self._group.close_nowait)
-        else:
-            self._group.close_nowait()
-        self._over = True
-
-    def __del__(self) -> None:
-        if not self._over:
-            self._thread.post(self._group.close_nowait)
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> tuple[int, RequestOutput | EngineError]:
-        """The next pair.
-
-        Raises: see :meth:`RequestGroup.__anext__`, with ``StopIteration`` at the end.
-        """
-        if not self._started:
-            self._thread.check_caller()
-        self._started, self._over = True, False
-        try:
-            return self._thread.ask(self._group.__anext__)
-        except StopAsyncIteration:
-            self._over = True
-            raise StopIteration from None
+    def output(self) -> RequestOutput | None:
+        """The last item of the stream that was taken."""
+        return self._stream.latest
 
 
-class SyncClientEvents:
-    """An iterator over what happens to a client; see :class:`ClientEvents`."""
-
-    def __init__(self, thread: ClientThread, events: ClientEvents) -> None:
-        self._thread = thread
-        self._events = events
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> ClientEvent:
-        """The next event.
-
-        Raises: see :meth:`ClientEvents.__anext__`, with ``StopIteration`` at the end.
-        """
-        try:
-            if self._thread.has_ended:
-                return self._events.next_nowait()
-            return self._thread.call(self._events.__anext__)
-        except (StopAsyncIteration, anyio.WouldBlock):  # nothing more will happen
-            raise StopIteration from None
+def _parsed(texts: Iterator[str], parser: OutputParser) -> Iterator[ParsedDelta]:
+    yield from filter(None, map(parser.push, texts))
+    if last := parser.finish():
+        yield last

@@ -98,10 +98,11 @@ class OutputProcessor:
             session.fences.passed(item.rank, item.number)
 
     def _note_weights(self, rank: int, version: str) -> None:
-        """From this batch on, the tokens of ``rank`` are those of other weights."""
-        for entry in self._session.connection.requests.live.values():
-            if entry.rank == rank and (state := state_of(entry.consumer)) is not None:
-                state.note_weights(version)
+        """From this batch on, the tokens of ``rank`` are those of other weights, unless it is the first to say so."""
+        if rank in self.weights:
+            for entry in self._session.connection.requests.live.values():
+                if entry.rank == rank and (state := state_of(entry.consumer)) is not None:
+                    state.note_weights(version)
         self.weights[rank] = version
 
     def _work_for_a_slice(self) -> None:
@@ -126,8 +127,8 @@ class OutputProcessor:
 
     def _dispatch(self, rows: Sequence[EngineCoreOutput]) -> None:
         self._rows_done += len(rows)
-        self.clock.now_s, self.clock.loop_now_s = time.monotonic(), anyio.current_time()
         session, requests = self._session, self._session.connection.requests
+        self.clock.now_s, self.clock.loop_now_s = time.monotonic(), session.received_s
         for entry, exc in requests.dispatch(rows):
             self._core.abort([entry.request_id])
             if exc is None:  # a stop string ended it, of which the engine knows nothing

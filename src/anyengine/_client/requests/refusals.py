@@ -29,7 +29,7 @@ def in_users_words(label: str) -> Iterator[None]:
     except EncodeError as exc:
         raise RequestRejected(
             f"the request cannot be sent: {_without_carrier(str(exc))}",
-            parameter=_without_carrier(exc.field or ""),
+            parameter=None if exc.field is None else _without_carrier(exc.field),
             value=exc.type_name,
             remedy="leave it out, or use an engine of a newer release",
             request_id=label,

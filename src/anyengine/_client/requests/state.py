@@ -175,6 +175,8 @@ class RequestState(_TouchedByEachToken):
         """The weights of its engine are others from the next token on."""
         former = self.weights.get(self.rank)
         if self.details is None:
+            if not self.num_tokens:
+                return  # all of its tokens are theirs, which its end finds out, and nothing else has to be kept
             self.details = DetailCollector()
             if former is not None:
                 self.details.weights(former, 0)

@@ -270,25 +270,6 @@ class RequestStream(StreamViews):
                 source=self,
             )
 
-    async def wait_ready(self) -> None:
-        """Wait until :meth:`__anext__` does not wait any more; the request is sent, if that was not done. For a
-        consumer in another thread, who takes when it has time, and then all that has arrived.
-
-        Raises: see :meth:`start`; nothing once it is over.
-
-        Cancellation: leaves the stream as it is.
-        """
-        if self._over:
-            return
-        try:
-            completions = await self.start()
-        except EngineError as exc:
-            self.close_nowait()
-            self._error = exc
-            raise
-        while not completions.ready(gather=self._gather):
-            await completions.parker.park()
-
     # ----------------------------------------------------------------- iteration
 
     def __aiter__(self) -> Self:
@@ -383,9 +364,8 @@ class RequestStream(StreamViews):
     def _spoilt(self, exc: Exception) -> OutputProcessingError:
         """Rule 5: trouble with this request's text is this request's error; it is aborted, the others go on."""
         self.close_nowait()
-        error = OutputProcessingError(
-            f"cannot process the output of request {self._label!r}: {exc!r}", request_id=self._label
-        )
+        what = f"cannot process the output of request {self._label!r}: {exc!r}"
+        error = OutputProcessingError(what, request_id=self._label)
         error.__cause__ = exc
         self._error = error
         assert self._completions is not None

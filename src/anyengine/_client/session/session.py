@@ -93,6 +93,8 @@ class Session:
         self.running_tasks: Counter[str] = Counter()
         """The tasks of :meth:`own`, by name."""
         self._messages_dropped = 0
+        self.received_s: float = anyio.current_time()
+        """When messages were last read, on the event loop's clock."""
         self.in_order: bool = False
         """Set by a client whose consumer of ``feed`` also resolves the replies and passes the cause on, so that a
         reply is a fence: everything sent before it has reached its consumers. Otherwise both happen as they arrive."""
@@ -312,7 +314,7 @@ class Session:
 
     def receive(self, messages: list[Message]) -> None:
         """Decode what came over the output socket and hand it over."""
-        now_s = anyio.current_time()
+        self.received_s = now_s = anyio.current_time()
         last_heard_s, stepped = self.liveness.last_heard_s, self.liveness.stepped
         receive = self.connection.receive
         for frames in messages:

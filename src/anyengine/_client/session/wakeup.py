@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import suppress
+from contextvars import Context
 from functools import cache
 from threading import get_ident
 from types import coroutine
@@ -21,7 +22,7 @@ from anyengine.exceptions import WrongLoopError
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["EndBell", "Parker", "make_bell", "make_parker"]
+__all__ = ["EndBell", "Parker", "make_bell", "make_parker", "settle_context"]
 
 _ANOTHER_LOOP = "a request stream belongs to the thread and the event loop of its client, and this is another one"
 
@@ -112,6 +113,15 @@ def make_bell(parker: Parker) -> Callable[[], None]:
             call_soon(parker.wake)
 
     return ring
+
+
+def settle_context(context: Context) -> None:
+    """Make ``context``, a copy from another thread, one for tasks of the running loop: what it says of the event loop
+    is what the present one says."""
+    sniffio = sys.modules.get("sniffio")
+    if sniffio is not None:
+        library = sniffio.current_async_library_cvar
+        context.run(library.set, library.get())
 
 
 @cache

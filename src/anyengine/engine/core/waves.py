@@ -2,8 +2,8 @@
 
 Owns the number of the present wave, whether it runs, and when the ranks agree that it ends. A wave begins with the
 coordinator's START_DP_WAVE and ends when no rank has work; in between every rank takes every step, be it on nothing.
-Pure. Mirrors ``vllm.v1.engine.core.DPEngineCoreProc`` (0.32/0.33), with one difference: there a rank that gets a request
-begins at once, and blocks until the others come; here it begins with the others.
+Pure. Mirrors ``vllm.v1.engine.core.DPEngineCoreProc`` (0.32/0.33), with one difference: there a rank that gets a
+request begins at once, and blocks until the others come; here it begins with the others.
 """
 
 from __future__ import annotations

@@ -98,6 +98,9 @@ class BusyLoop:
             self._tell_coordinator()
         self._engine.abort_all()
         self._deliver(self._engine.step())
+        while self._engine.has_work():  # a wave: other ranks would wait for us in the middle of a step
+            self._deliver(self._engine.step())
+        self._tell_coordinator()
 
     def refuse_rest(self) -> None:
         """Answer what arrived too late. The input thread must have ended."""

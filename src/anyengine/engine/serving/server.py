@@ -179,25 +179,10 @@ def _serve_clients(
     registration = engine.ready_response()
     dialect = dialect_for(registration.vllm_version)
     identity, num_clients = engine_identity(attachment.rank), len(addresses.outputs)
-    # An engine that runs by itself has nothing to tell a coordinator, and nothing to hear from it.
-    takes_part = engine.needs_coordinator
-    if takes_part and (addresses.coordinator_input is None or addresses.coordinator_output is None):
-        raise RemoteProtocolError("INIT names no coordinator: nobody would start the waves that this engine runs in")
-    output = OutputThread(
-        context,
-        addresses.outputs,
-        commands,
-        dialect=dialect,
-        coordinator=addresses.coordinator_output if takes_part else None,
-    )
-    loop = BusyLoop(
-        engine,
-        commands,
-        output,
-        rank=attachment.rank,
-        num_clients=num_clients,
-        has_coordinator=addresses.coordinator_input is not None,
-    )
+    hears, tells = _coordinator(engine, addresses)
+    output = OutputThread(context, addresses.outputs, commands, dialect=dialect, coordinator=tells)
+    knows_one = addresses.coordinator_input is not None
+    loop = BusyLoop(engine, commands, output, rank=attachment.rank, num_clients=num_clients, has_coordinator=knows_one)
     _start(output)
     try:
         input_ = InputThread(
@@ -208,7 +193,7 @@ def _serve_clients(
             identity=identity,
             registration=dialect.encode_ready(registration),
             watch=_watch(attachment, num_clients),
-            coordinator=addresses.coordinator_input if takes_part else None,
+            coordinator=hears,
         )
         _start(input_)
         try:
@@ -230,6 +215,16 @@ def _serve_clients(
     finally:
         output.stop(nobody_listens=loop.abandoned)
     return loop.abandoned
+
+
+def _coordinator(engine: Engine, addresses: EngineAddresses) -> tuple[str | None, str | None]:
+    """Where to hear from a coordinator, and where to tell it. An engine that runs by itself does neither."""
+    hears, tells = addresses.coordinator_input, addresses.coordinator_output
+    if not engine.needs_coordinator:
+        return None, None
+    if hears is None or tells is None:
+        raise RemoteProtocolError("INIT names no coordinator: nobody would start the waves that this engine runs in")
+    return hears, tells
 
 
 def _start(thread: InputThread | OutputThread) -> None:

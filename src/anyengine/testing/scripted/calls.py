@@ -32,7 +32,7 @@ class Calls:
         self._counts: dict[str, int] = {}
         self._pausing: list[tuple[int, UtilityRule]] = []
         self._adapters: set[int] = set()
-        self.weights = "default"
+        self.weights: str = "default"
         self._paused = False
         self._asleep = False
 
