@@ -77,6 +77,32 @@ async def test_the_first_failure_aborts_the_others_and_is_raised() -> None:
     assert [sorted(one) for one in aborts] == [sorted({*ids[:6]} - {ids[3]}), sorted(ids[6:8])]
 
 
+@pytest.mark.feature("L34")
+@pytest.mark.case("K72")
+async def test_answers_that_are_all_there_let_others_run_in_between() -> None:
+    """Counted in answers: never more than a few between two turns of another task."""
+    got, longest = 0, 0
+    with anyio.fail_after(30):
+        async with EngineClient(engine=ScriptedTwin().engine) as client, anyio.create_task_group() as tasks:
+
+            async def tick() -> None:
+                nonlocal longest
+                seen = 0
+                while True:
+                    await anyio.lowlevel.checkpoint()
+                    longest, seen = max(longest, got - seen), got
+
+            tasks.start_soon(tick)
+            async with client.generate_many(([n] for n in range(300)), SHORT) as group:
+                while group.num_in_flight:
+                    await anyio.lowlevel.checkpoint()
+                async for _ in group:
+                    got += 1
+            tasks.cancel_scope.cancel()
+    assert got == 300
+    assert longest <= 2 * 32  # on asyncio a turn of the other one may be missed
+
+
 async def leave_by_break(group: Any) -> None:
     seen = 0
     async with group:
