@@ -37,7 +37,8 @@ def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
 def naive(tokenizer: Tokenizer, ids: list[int], stop: list[str], include: bool, min_tokens: int) -> Result:
     """Decode every prefix of the output from scratch; the first one with a match, ended behind the first tokens, ends
     it."""
-    floor = len(decoded(tokenizer, ids[:min_tokens]))
+    first = [decoded(tokenizer, ids[:count]) for count in range(min_tokens + 1)]
+    floor = max(len(text) for text in first if "\ufffd" not in text)  # what was complete by then, spoilt later or not
     for count in range(min_tokens + 1, len(ids) + 1):
         text = decoded(tokenizer, ids[:count])
         ends = {
@@ -152,3 +153,16 @@ def test_what_is_kept_does_not_grow(length: int) -> None:
         stopper.push([token])
         stopper.take(finished=False)
     assert len(stopper._text) < 16 and len(stopper._ends) < 16
+
+
+@pytest.mark.feature("R07")
+@pytest.mark.parametrize(("stop", "taken"), [(". ", 6), ("👩", 6), (". 👩", 6), ("x", 7)])
+def test_a_run_of_bytes_that_begins_within_min_tokens(stop: str, taken: int) -> None:
+    """What was complete within the first four tokens does not count, although the run that it is in went on; what is
+    complete behind them does."""
+    tokenizer = built("byte_fallback")
+    ids = ids_of_bytes(tokenizer, ". 👩".encode())
+    assert len(ids) == 6
+    text = StopText(tokenizer.detokenizer(()), [stop], min_tokens=4)
+    kept = text.push([*ids, *ids_of_bytes(tokenizer, b"x")])
+    assert (kept, text.matched) == ((taken, stop) if stop != ". " else (7, None))

@@ -111,7 +111,9 @@ class StopText:
         self._text += piece
         ahead = self._inner.peek()
         if self._num_tokens <= self._min_tokens:
-            self._floor = before + len(piece) + len(ahead)
+            # A run of bytes that is not complete is one U+FFFD or more, whatever stands in it: only what was certain.
+            certain = "" if "\ufffd" in ahead else ahead
+            self._floor = max(self._floor, before + len(piece) + len(certain))
         elif piece or ahead:
             found = self._find(self._text + ahead, max(before, self._floor) - self._start)
             if found is not None:
