@@ -13,6 +13,7 @@ from typing import Any, Self
 import msgspec
 
 from anyengine._protocol import RequestRegistry
+from anyengine._transport.abc import PeerUnreachable
 from anyengine._transport.socket_base import SocketBase
 
 __all__ = ["Ledger"]
@@ -32,8 +33,14 @@ class Ledger:
         self._fail_all = fail_all = RequestRegistry.fail_all
 
         def spy(socket: SocketBase, parts: Sequence[Any]) -> None:
-            send(socket, parts)  # what is refused was not written
-            if len(parts) > 2 and len(parts[0]) == 2:  # an engine's identity comes first
+            is_message = len(parts) > 2 and len(parts[0]) == 2  # an engine's identity comes first
+            try:
+                send(socket, parts)  # what is refused was not written
+            except PeerUnreachable:
+                if is_message and parts[1] == b"\x01":  # nor is it missed: the engine has gone, with all that it ran
+                    self.ended.update(msgspec.msgpack.decode(parts[2]))
+                raise
+            if is_message:
                 if parts[1] == b"\x00":
                     self.added[msgspec.msgpack.decode(parts[2])[0]] += 1
                 elif parts[1] == b"\x01":
