@@ -53,3 +53,11 @@ async def test_a_pooling_request_tells_that_the_client_was_closed() -> None:
     for turns in range(6):
         program = Program(((Step("encode"),), (Step("give up", "a", turns), Step("close"))))
         assert await run_program(program) == []
+
+
+async def test_a_pooling_request_tells_that_the_engine_was_killed() -> None:
+    """Nobody was left who could be asked for his tasks, and the request was refused for it."""
+    for turns in range(6):
+        assert await run_program(Program(((Step("kill"), Step("give up", "a", turns), Step("encode")),))) == []
+        program = Program(((Step("encode"),), (Step("give up", "a", turns), Step("kill"))), 2)
+        assert await run_program(program) == []

@@ -45,8 +45,19 @@ class EngineReadiness:
             return
         async with self._asking:
             if not self._asked:  # another request may have, meanwhile
-                await learn_tasks(self._core.usable_session())
-                self._asked = True
+                session = self._core.usable_session()
+                await learn_tasks(session)
+                self._asked = bool(session.connection.rota.serving)  # else there was nobody to ask
+
+    def check_asked(self) -> None:
+        """Refuse what needs to know an engine's tasks where none can be asked.
+
+        Raises:
+            EngineDeadError: every engine is dying or dead, or the client is closed.
+        """
+        session = self._core.usable_session()
+        if not session.connection.rota.serving and (dying := session.burials.untold):
+            raise session.burials.death(dying[0])
 
     def has_loaded(self, adapter: LoRARequest) -> bool:
         """Whether the engine has surely loaded it: it keeps those that were used last, as many as it has room for."""
