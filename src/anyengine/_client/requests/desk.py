@@ -120,9 +120,9 @@ class RequestDesk:
             return ()
         if builder.limits.tasks is None:
             await self._readiness.learn_tasks()
-            builder.take_limits(common_limits(self._session))
-            if builder.limits.tasks is None and isinstance(params, PoolingParams):
+            if isinstance(params, PoolingParams):
                 self._readiness.check_asked()  # else the engine would be blamed for what it could not be asked
+            builder.take_limits(common_limits(self._session))
         prepared = await builder.encode(prompt, params, fields.get("tokenization_kwargs"))
         adapter = cast("LoRARequest | None", fields.get("lora_request"))  # names are settled
         if adapter is not None and not self._readiness.has_loaded(adapter):
