@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import signal
@@ -350,6 +351,20 @@ def test_a_context_passes_the_bodys_exception_through(backend: dict[str, Any]) -
             assert not client.is_paused()
         with pytest.raises(ValueError, match="mode"), client.paused("never"):  # type: ignore[arg-type]
             pass
+
+
+def test_a_cancellation_that_func_makes_itself_is_its_callers_alone() -> None:
+    """asyncio's tasks raise it natively; the client goes on."""
+
+    async def waits_for_a_cancelled_task(client: EngineClient) -> None:
+        task = asyncio.ensure_future(asyncio.sleep(60))
+        task.cancel()
+        await task
+
+    with SyncEngineClient(engine=ScriptedTwin().engine, backend="asyncio") as client:
+        with pytest.raises(asyncio.CancelledError):
+            client.run(waits_for_a_cancelled_task)
+        assert len(client.complete([1], FOUR).token_ids) == 4
 
 
 def test_death_with_cancel_closes_the_client_and_is_raised_at_the_end() -> None:

@@ -15,6 +15,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from contextvars import Context, copy_context
 from functools import partial
+from math import inf
 from threading import Event, Thread, get_ident
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
@@ -341,7 +342,13 @@ class ClientThread:
             future.add_done_callback(lambda done: self.post(scope.cancel) if done.cancelled() else None)
             try:
                 result = await func()
-            except anyio.get_cancelled_exc_class():
+            except anyio.get_cancelled_exc_class() as exc:
+                # asyncio's may be of func's own making, such as that of a task it waited for: the caller's to hear of,
+                # where no scope was cancelled, since it would end the client.
+                if anyio.current_effective_deadline() > -inf:
+                    with suppress(InvalidStateError):
+                        future.set_exception(exc)
+                    return
                 _refuse(future)  # unless it is the caller who has cancelled it
                 raise
             except BaseException as exc:  # noqa: BLE001 - for the thread that waits: raised there
