@@ -16,12 +16,14 @@ from test_sync_client import ENDLESS, FOUR
 
 from anyengine import (
     ClientState,
+    EngineAsleepError,
     OutputKind,
     OverloadedError,
     RequestFailed,
     RequestRejected,
     RequestTimeout,
     SamplingParams,
+    WrongLoopError,
 )
 from anyengine.sync import SyncEngineClient, SyncRequestStream
 from anyengine.testing.scripted import RequestRule, Script, ScriptedTwin, StartupStage, expected_tokens
@@ -186,6 +188,42 @@ def test_errors_come_again_with_every_call(backend: str) -> None:
                 next(rejected)
         with client.generate([1], ENDLESS), pytest.raises(OverloadedError):
             next(client.generate([1], FOUR))
+
+
+@pytest.mark.parametrize("ask", [next, SyncRequestStream.final])
+def test_a_refused_caller_leaves_the_stream_as_it_is(ask: Callable[[SyncRequestStream], object]) -> None:
+    """Leaving it still aborts it."""
+    twin = slow()
+    with SyncEngineClient(engine=twin.engine) as client:
+
+        async def in_a_running_loop(stream: SyncRequestStream) -> None:
+            with pytest.raises(WrongLoopError):
+                ask(stream)
+
+        for leave in (SyncRequestStream.close, lambda stream: None):
+            stream = client.submit([1], ENDLESS)
+            anyio.run(in_a_running_loop, stream)
+            leave(stream)
+            del stream
+            until(lambda: client.statistics()["requests_in_flight"] == 0)
+        client.ping()
+        assert len(twin.received("abort")) == 2
+
+
+def test_a_refusal_is_the_end_of_the_stream(backend: str) -> None:
+    """As in the asynchronous client: when there is room again, another stream must be made."""
+    twin = slow()
+    with SyncEngineClient(engine=twin.engine, backend=backend) as client:  # type: ignore[arg-type]
+        client.pause_generation()
+        stream = client.generate([1], ENDLESS)
+        with pytest.raises(EngineAsleepError):
+            next(stream)
+        client.resume_generation()
+        for ask in (next, SyncRequestStream.final):
+            with pytest.raises(EngineAsleepError):
+                ask(stream)
+        client.ping()
+        assert twin.received("add") == []
 
 
 def test_aborting_ends_a_stream_that_another_thread_waits_for(backend: str) -> None:

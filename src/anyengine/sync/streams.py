@@ -145,7 +145,7 @@ class SyncRequestStream:
             output = self._next()
         except BaseException as exc:
             if isinstance(exc, EngineError | StopIteration):
-                self._over = True  # the stream itself says so each time
+                self._over = self._stream.is_over  # not where it is the caller who was refused
             elif not self._owned_by_block:
                 self._abandon()
             raise
@@ -196,7 +196,7 @@ class SyncRequestStream:
         try:
             output = self._thread.ask(self._stream.final)
         except EngineError:
-            self._over = True
+            self._over = self._stream.is_over
             raise
         except BaseException:
             if not self._owned_by_block:
