@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import logging
-import subprocess
-import sys
-import textwrap
 import threading
 import weakref
 from collections.abc import AsyncIterator
@@ -17,12 +13,10 @@ from typing import Any
 import anyio
 import pytest
 
-from anyengine import EmbeddedEngine, EngineStartupError, RequestRejected
-from anyengine import outputs as ours
+from anyengine import OverloadedError, RequestRejected
 from anyengine.compat import (
     AsyncEngineArgs,
     AsyncLLM,
-    AsyncLLMEngine,
     EngineDeadError,
     EngineGenerateError,
     OutputStream,
@@ -32,10 +26,7 @@ from anyengine.compat import (
     SamplingParams,
     TokensPrompt,
 )
-from anyengine.compat.async_llm import _stop_all
-from anyengine.compat.outputs import Accumulator
-from anyengine.sync.client_thread import ClientThread
-from anyengine.testing.scripted import End, Fault, RequestRule, Script, ScriptedTwin, StartupStage, expected_tokens
+from anyengine.testing.scripted import Fault, RequestRule, Script, ScriptedTwin, expected_tokens
 
 pytestmark = [
     pytest.mark.anyio,
@@ -131,45 +122,6 @@ async def test_a_slow_consumer_gets_what_has_arrived(engine: AsyncLLM) -> None:
         assert known + rest.outputs[0].token_ids == expected_tokens([1], 50)
 
 
-def test_items_are_merged_as_they_come() -> None:
-    """Every field of an item, and of its completions; those that were given out stay as they are."""
-    scores = [[0.5]]
-
-    def piece(token: int, **fields: Any) -> ours.RequestOutput:
-        mask = ours.SamplingMask(((token, token + 1),))
-        details = ours.OutputDetails(sampling_mask=mask, **fields.pop("details", {}))
-        fields |= {"details": details, "cumulative_logprob": -float(token)}
-        return ours.RequestOutput(request_id="r", text=chr(token), token_ids=[token], **fields)
-
-    drafts = ours.SpecDecodeMetrics()
-    ends = {"routed_experts": "experts", "spec_decode_metrics": drafts, "ec_transfer_params": {"a": 1}}
-    pieces = [
-        piece(97, prompt_token_id_logprobs=scores),
-        piece(98),
-        piece(99, details=ends, finish_reason="stop", stop_reason="c"),
-    ]
-    for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE):
-        gathers = kind is RequestOutputKind.CUMULATIVE
-        accumulator = Accumulator(kind, "prompt")
-        accumulator.add(pieces[0])
-        first = accumulator.take()
-        for one in pieces[1:]:
-            accumulator.add(one)
-        item = accumulator.take()
-        assert not accumulator.has_new
-        [begun], [ended] = first.outputs, item.outputs
-        assert (begun.text, begun.token_ids, begun.finish_reason) == ("a", [97], None)
-        assert begun.sampling_mask == ours.SamplingMask(((97, 98),))
-        assert first.prompt_token_id_logprobs is scores
-        assert item.prompt_token_id_logprobs is (scores if gathers else None)
-        tokens = [97, 98, 99] if gathers else [98, 99]
-        assert (ended.text, ended.token_ids) == ("".join(map(chr, tokens)), tokens)
-        assert ended.sampling_mask == ours.SamplingMask(tuple((token, token + 1) for token in tokens))
-        assert (ended.routed_experts, ended.spec_decode_metrics) == ("experts", drafts)
-        assert (ended.finish_reason, ended.stop_reason, ended.cumulative_logprob) == ("stop", "c", -99.0)
-        assert (item.finished, item.ec_transfer_params, item.encoder_prompt) == (True, {"a": 1}, None)
-
-
 async def leave_by_break(stream: OutputStream) -> None:
     async for _ in stream:
         break
@@ -234,7 +186,7 @@ async def test_errors(engine: AsyncLLM) -> None:
         with pytest.raises(RequestRejected):
             await items(engine.generate(prompt, params, "r"))
     with pytest.raises(ValueError, match="multi_modal_data"):
-        engine.generate({"prompt": "x", "multi_modal_data": {}}, SamplingParams(), "r")
+        engine.generate({"prompt": "x", "multi_modal_data": {"image": 1}}, SamplingParams(), "r")
     got: list[RequestOutput] = []
     with pytest.raises(EngineGenerateError) as failed:
         async for item in engine.generate([66], ENDLESS, "r"):
@@ -329,24 +281,6 @@ async def test_a_stream_that_is_dropped_keeps_nothing(twin: ScriptedTwin) -> Non
             await anyio.sleep(0.001)
 
 
-def test_all_are_stopped_at_the_end_whatever_one_of_them_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines = [AsyncLLM(ScriptedTwin(SCRIPT).engine) for _ in range(2)]
-    interrupted: list[ClientThread] = []
-    stop = ClientThread.stop
-
-    def stop_and_be_interrupted(self: ClientThread, *, in_hurry: bool = False) -> None:
-        stop(self, in_hurry=in_hurry)
-        if not interrupted:
-            interrupted.append(self)
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(ClientThread, "stop", stop_and_be_interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        _stop_all()
-    assert interrupted
-    assert all(engine._thread.has_ended for engine in engines)
-
-
 async def test_shutdown_ends_what_is_in_flight(twin: ScriptedTwin) -> None:
     """Or lets it finish for a while; twice is once; and then nothing more can be asked."""
     for params, timeout, reason in ((ENDLESS, None, "abort"), (SamplingParams(max_tokens=60), 30, "length")):
@@ -385,70 +319,45 @@ def test_one_object_in_several_event_loops() -> None:
     assert results == [expected_tokens([1], 20)] * 7
 
 
-def test_a_failed_start_is_raised_by_the_constructor() -> None:
-    script = Script(startup=(StartupStage(name="loading", end=End(error="RuntimeError: no such weights")),))
-    with pytest.raises(EngineStartupError, match="no such weights"):
-        AsyncLLM(ScriptedTwin(script).engine)
-    assert num_client_threads() == 0
+async def test_limits_of_the_queue_refuse_as_vllm_does(twin: ScriptedTwin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And do not wait; during a pause a request waits all the same."""
+    args = AsyncEngineArgs(max_num_queued_reqs=1)
+    monkeypatch.setattr(args, "engines", lambda: [twin.engine])
+    engine = AsyncLLM(args)
+    try:
+        engine.check_admission()
+        assert (engine.get_num_unfinished_requests(), engine.get_num_queued_tokens()) == (0, 0)
+        silent = engine.generate([77, 1, 2], ENDLESS, "silent")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(items, silent)
+            await in_flight(engine, 1)
+            assert (engine.get_num_unfinished_requests(), engine.get_num_queued_tokens()) == (1, 3)
+            with pytest.raises(OverloadedError, match="max_num_queued_reqs=1"):
+                engine.check_admission(request_id="r")
+            with pytest.raises(OverloadedError, match="max_num_queued_reqs=1"):
+                await items(engine.generate([1], SamplingParams(max_tokens=3), "r"))
+            await engine.abort("silent")
+        await engine.pause_generation()
+        engine.check_admission()
+        found: list[RequestOutput] = []
+
+        async def ask() -> None:
+            found.extend(await items(engine.generate([1], SamplingParams(max_tokens=3), "r")))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await anyio.wait_all_tasks_blocked()
+            assert not found
+            await engine.resume_generation()
+        assert found[-1].finished
+    finally:
+        engine.shutdown()
 
 
-@pytest.mark.parametrize("keeps", [True, False], ids=["global", "local"])
-def test_a_program_that_forgets_it_ends_in_order(keeps: bool) -> None:
-    """The engine is told to stop, and has time to: at the end of the interpreter at the latest."""
-    program = f"""
-        import asyncio, faulthandler
-        from anyengine.compat import AsyncLLM, SamplingParams
-        from anyengine.testing.scripted import Script, ScriptedProcess
-
-        async def main():
-            {"global engine" if keeps else ""}
-            engine = AsyncLLM(ScriptedProcess(Script(step_interval_s=0.001, shutdown_delay_s=0.05)).engine)
-            async for item in engine.generate([1], SamplingParams(max_tokens=500), "r"):
-                break
-
-        asyncio.run(main())
-        faulthandler.dump_traceback_later(5, exit=True)
-        print("ended", flush=True)
-    """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
-
-
-# ------------------------------------------------------------------------------------------- engine arguments
-
-
-def test_engine_arguments() -> None:
-    args = AsyncEngineArgs(
-        model="m", dtype="float32", max_model_len=64, seed=3, enforce_eager=True, gpu_memory_utilization=0.5,
-        tensor_parallel_size=1, tokenizer="m", enable_lora=False, quantization=None, data_parallel_size=2,
-    )  # fmt: skip
-    assert args.engines() == [EmbeddedEngine(model="m", dtype="float32", max_model_len=64, seed=3)] * 2
-    assert (args.max_model_len, args.enforce_eager, args.model) == (64, True, "m")
-    with pytest.raises(AttributeError, match="block_size"):
-        _ = args.block_size
-    assert AsyncEngineArgs().engines() == [EmbeddedEngine()]
-    for refused in (
-        {"tensor_parallel_size": 2}, {"quantization": "awq"}, {"enable_lora": True}, {"tokenizer": "other"},
-        {"speculative_config": {"method": "ngram"}}, {"nonsense": 1}, {"load_format": "dummy"},
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=next(iter(refused))):
-            AsyncEngineArgs("m", **refused)
-    parser = AsyncEngineArgs.add_cli_args(argparse.ArgumentParser())
-    parser.add_argument("--port", type=int)
-    given = parser.parse_args(["--model", "m", "--max-num-seqs", "4", "--port", "1", "--enforce-eager"])
-    assert AsyncEngineArgs.from_cli_args(given).engines() == [EmbeddedEngine(model="m", max_num_seqs=4)]
-    with pytest.raises(ValueError, match="stat_loggers"):
-        AsyncLLM.from_engine_args(args, stat_loggers=[print])
-    assert AsyncLLMEngine is AsyncLLM
-
-
-def test_sampling_parameters() -> None:
-    params = SamplingParams.from_optional(temperature=None, max_tokens=3, stop=None, skip_clone=True)
-    assert params == SamplingParams(max_tokens=3, skip_clone=True)
-    assert params.clone() is params
-    assert params.output_kind is RequestOutputKind.CUMULATIVE
-    with pytest.raises(ValueError, match="temperature"):
-        SamplingParams(temperature=-1)
+async def test_parameters_of_another_kind_are_refused_at_once(engine: AsyncLLM) -> None:
+    for value in (None, {"max_tokens": 3}, PoolingParams()):
+        with pytest.raises(RequestRejected, match="give SamplingParams") as caught:
+            engine.generate([1], value, "r")  # type: ignore[arg-type]
+        assert (caught.value.parameter, caught.value.value) == ("sampling_params", value)
+    with pytest.raises(RequestRejected, match="give PoolingParams"):
+        engine.encode([1], SamplingParams(), "r")  # type: ignore[arg-type]

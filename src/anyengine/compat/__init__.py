@@ -8,15 +8,22 @@ stands :class:`~anyengine.EngineClient`: new programs use that.
 
 from __future__ import annotations
 
-from anyengine.exceptions import EngineDeadError
+from anyengine.exceptions import EngineDeadError, EngineStartupError
 from anyengine.exceptions import RequestFailed as EngineGenerateError
-from anyengine.params import LoRARequest, PoolingParams, RepetitionDetectionParams, StructuredOutputsParams
+from anyengine.outputs import Logprob
+from anyengine.params import (
+    BeamSearchParams,
+    LoRARequest,
+    PoolingParams,
+    RepetitionDetectionParams,
+    StructuredOutputsParams,
+)
 from anyengine.params import OutputKind as RequestOutputKind
 
 from .async_llm import AsyncLLM
 from .engine_args import AsyncEngineArgs
 from .outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
-from .params import SamplingParams, TextPrompt, TokensPrompt
+from .params import EmbedsPrompt, SamplingParams, TextPrompt, TokensPrompt
 from .streams import OutputStream, PoolingStream
 
 AsyncLLMEngine = AsyncLLM
@@ -26,10 +33,14 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "BeamSearchParams",
     "CompletionOutput",
+    "EmbedsPrompt",
     "EngineDeadError",
     "EngineGenerateError",
+    "EngineStartupError",
     "LoRARequest",
+    "Logprob",
     "OutputStream",
     "PoolingOutput",
     "PoolingParams",

@@ -17,6 +17,7 @@ from anyengine._client.client import EngineClient
 from anyengine._client.inputs.prompts import is_embeddings
 from anyengine._client.inputs.request_fields import GenerateOptions
 from anyengine._protocol import ClientState
+from anyengine._rules import reject
 from anyengine._text import Tokenizer
 from anyengine._wire import KvHintsEnvelope
 from anyengine.config import EngineSettings
@@ -24,11 +25,11 @@ from anyengine.exceptions import EngineDeadError
 from anyengine.params import LoRARequest, PoolingParams
 from anyengine.sync.client_thread import ClientThread
 
-from .engine_args import AsyncEngineArgs
+from .engine_args import AsyncEngineArgs, QueueLimits
 from .outputs import PoolingRequestOutput, pooled
 from .params import split_prompt
 from .relays import relayed
-from .streams import OutputStream, PoolingStream
+from .streams import OutputStream, PoolingStream, check_limits
 
 __all__ = ["AsyncLLM"]
 
@@ -60,12 +61,21 @@ class AsyncLLM:
 
     Raises:
         EngineStartupError: the engine did not become ready; the error has the child's own exception.
+        TypeError: ``engine`` is the name of a model.
     """
 
     def __init__(self, engine: AsyncEngineArgs | EngineSettings | Sequence[EngineSettings]) -> None:
-        settings = engine.engines() if isinstance(engine, AsyncEngineArgs) else engine
+        limits = QueueLimits()
+        if isinstance(engine, AsyncEngineArgs):
+            limits = engine.queue_limits()
+            engine = engine.engines()
+        elif isinstance(engine, str):
+            raise TypeError(
+                f"engine={engine!r} is no engine: a model's name goes into AsyncLLM(AsyncEngineArgs(model={engine!r}))"
+            )
         # As vLLM does: requests that come during a pause wait for its end.
-        client = EngineClient(engine=settings, admission="wait")
+        client = EngineClient(engine=engine, admission="wait", **limits)
+        self._limited = bool(limits)
         self._thread = thread = ClientThread(client, allow_running_loop=True)
         thread.start()
         _running.add(thread)
@@ -117,7 +127,13 @@ class AsyncLLM:
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: dict[str, Any] | None = None,
     ) -> OutputStream:
-        """The outputs of one request: text, token ids, or vLLM's dictionaries of these. See :class:`OutputStream`."""
+        """The outputs of one request: text, token ids, or vLLM's dictionaries of these. See :class:`OutputStream`.
+
+        Raises:
+            RequestRejected: the prompt or the parameters are of no kind that can be sent.
+        """
+        if not isinstance(sampling_params, params.SamplingParams):
+            reject("sampling_params", sampling_params, "is no SamplingParams", "give SamplingParams(...)")
         given, text, salt = split_prompt(prompt)
         options: GenerateOptions = {
             "request_id": request_id,
@@ -133,7 +149,7 @@ class AsyncLLM:
             "reasoning_parser_kwargs": reasoning_parser_kwargs,
         }
         text = prompt_text if text is None else text
-        return OutputStream(self._thread, given, text, sampling_params, options, owner=self)
+        return OutputStream(self._thread, given, text, sampling_params, options, owner=self, limited=self._limited)
 
     def encode(
         self,
@@ -146,11 +162,19 @@ class AsyncLLM:
         tokenization_kwargs: dict[str, Any] | None = None,
         reasoning_ended: bool | None = None,
     ) -> PoolingStream:
-        """What a pooling model makes of ``prompt``: one item. See :class:`PoolingStream`."""
+        """What a pooling model makes of ``prompt``: one item. See :class:`PoolingStream`.
+
+        Raises:
+            RequestRejected: the prompt or the parameters are of no kind that can be sent.
+        """
+        if not isinstance(pooling_params, PoolingParams):
+            reject("pooling_params", pooling_params, "is no PoolingParams", "give PoolingParams(...)")
         given, _, salt = split_prompt(prompt)
 
         async def compute() -> PoolingRequestOutput:
             client, token_ids = self._thread.client, list[int]()
+            if self._limited:
+                check_limits(client, 1)
             if not is_embeddings(given):
                 token_ids = await client.tokenize(given, tokenization_kwargs=tokenization_kwargs)
             output = await client.encode(
@@ -186,6 +210,31 @@ class AsyncLLM:
         Cancellation: safe.
         """
         await self._thread.call_async(lambda: self._thread.client.drain(timeout_s=drain_timeout))
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """Whether a request of ``n`` sequences would be taken now. ``request_id`` has no effect.
+
+        Raises:
+            OverloadedError: one of the limits that were given is reached.
+            EngineDeadError: see :attr:`errored`.
+        """
+        self._thread.call_now(lambda: check_limits(self._thread.client, n))
+
+    def get_num_unfinished_requests(self) -> int:
+        """How many requests are in flight; each completion counts.
+
+        Raises:
+            EngineDeadError: see :attr:`errored`.
+        """
+        return self._thread.call_now(self._thread.client.stats).in_flight
+
+    def get_num_queued_tokens(self) -> int:
+        """How many prompt tokens wait for their first output.
+
+        Raises:
+            EngineDeadError: see :attr:`errored`.
+        """
+        return self._thread.call_now(self._thread.client.stats).queued_prompt_tokens
 
     # --------------------------------------------------------------------- state
 

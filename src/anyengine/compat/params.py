@@ -6,13 +6,14 @@ Owns where vLLM's parameters differ from ours. The rules of their values are the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, Final, TypedDict
 
 from anyengine import params
-from anyengine._client.inputs.prompts import EmbedsPrompt, Prompt
+from anyengine._client.inputs import prompts
+from anyengine._client.inputs.prompts import Prompt
 from anyengine._rules import reject
 
-__all__ = ["SamplingParams", "TextPrompt", "TokensPrompt", "split_prompt"]
+__all__ = ["EmbedsPrompt", "SamplingParams", "TextPrompt", "TokensPrompt", "split_prompt"]
 
 
 class SamplingParams(params.SamplingParams, frozen=True, kw_only=True):
@@ -24,11 +25,6 @@ class SamplingParams(params.SamplingParams, frozen=True, kw_only=True):
     output_kind: params.OutputKind = params.OutputKind.CUMULATIVE
     skip_clone: bool = False
     """Of no effect: what is frozen needs no copy."""
-
-    @staticmethod
-    def from_optional(**given: Any) -> SamplingParams:
-        """Parameters from those of ``given`` that are not ``None``."""
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
     def clone(self) -> SamplingParams:
         """Itself."""
@@ -50,6 +46,20 @@ class TokensPrompt(TypedDict, total=False):
     cache_salt: str
 
 
+class EmbedsPrompt(TypedDict, total=False):
+    """A prompt that is embeddings [num_prompt_tokens, hidden_size]; the positions that ``prompt_is_token_ids`` marks
+    take the embedding of the token in ``prompt_token_ids`` instead."""
+
+    prompt_embeds: Any
+    prompt: str
+    prompt_token_ids: Sequence[int]
+    prompt_is_token_ids: Sequence[bool]
+    cache_salt: str
+
+
+_KNOWN: Final = frozenset({"prompt", "prompt_token_ids", "prompt_embeds", "prompt_is_token_ids", "cache_salt", "type"})
+
+
 def split_prompt(prompt: Any) -> tuple[Prompt, str | None, str | None]:
     """A prompt of any of vLLM's forms: what is sent, its text, and the cache salt that is in it.
 
@@ -58,12 +68,18 @@ def split_prompt(prompt: Any) -> tuple[Prompt, str | None, str | None]:
     """
     if not isinstance(prompt, Mapping):
         return prompt, prompt if isinstance(prompt, str) else None, None
-    if others := prompt.keys() - {"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "type"}:
+    if others := [name for name, value in prompt.items() if name not in _KNOWN and not _says_nothing(value)]:
         reject("prompt", sorted(map(str, others)), "cannot be given here", "give text, token ids or embeddings")
-    text, salt = prompt.get("prompt"), prompt.get("cache_salt")
-    if prompt.get("prompt_embeds") is not None:
-        return EmbedsPrompt(prompt_embeds=prompt["prompt_embeds"]), text, salt
-    given = prompt.get("prompt_token_ids", text)
+    text, token_ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
+    if (embeds := prompt.get("prompt_embeds")) is not None:
+        marks = prompt.get("prompt_is_token_ids")
+        ids = None if marks is None else token_ids  # without marks, every position has its row
+        return prompts.EmbedsPrompt(prompt_embeds=embeds, prompt_token_ids=ids, prompt_is_token_ids=marks), text, salt
+    given = text if token_ids is None else token_ids
     if given is None:
         reject("prompt", sorted(map(str, prompt)), "has no prompt in it", "give text, token ids or embeddings")
     return given, text, salt
+
+
+def _says_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, Mapping) and not value)

@@ -16,15 +16,17 @@ import anyio.lowlevel
 from msgspec.structs import replace
 
 from anyengine import outputs, params
+from anyengine._client.client import EngineClient
 from anyengine._client.inputs.prompts import Prompt
 from anyengine._client.inputs.request_fields import GenerateOptions
 from anyengine._client.session.wakeup import make_bell, make_parker
+from anyengine.exceptions import EngineAsleepError, OverloadedError
 from anyengine.params import OutputKind
 from anyengine.sync.client_thread import ClientThread
 
 from .outputs import Accumulator, PoolingRequestOutput, RequestOutput
 
-__all__ = ["OutputStream", "PoolingStream"]
+__all__ = ["OutputStream", "PoolingStream", "check_limits"]
 
 
 class _Arrivals:
@@ -76,6 +78,7 @@ class OutputStream:
         options: GenerateOptions,
         *,
         owner: object = None,
+        limited: bool = False,
     ) -> None:
         kind = sampling_params.output_kind
         if kind is OutputKind.CUMULATIVE:
@@ -83,7 +86,7 @@ class OutputStream:
         self._thread = thread
         self._owner: object = owner
         self._arrivals = arrivals = _Arrivals(Accumulator(kind, prompt_text))
-        self._serve = lambda: _serve(thread, arrivals, prompt, sampling_params, options)
+        self._serve = lambda: _serve(thread, arrivals, prompt, sampling_params, options, limited)
         self._over = False
         self._busy = False
 
@@ -182,8 +185,26 @@ async def _serve(
     prompt: Prompt,
     sampling_params: params.SamplingParams,
     options: GenerateOptions,
+    limited: bool,
 ) -> None:
     """The request, in the client's loop. Leaving it, by cancellation too, aborts it."""
+    if limited:
+        check_limits(thread.client, sampling_params.n)
     async with thread.client.generate(prompt, sampling_params, **options) as stream:
         async for output in stream:
             arrivals.put(output)
+
+
+def check_limits(client: EngineClient, num_seqs: int) -> None:
+    """Refuse a request for which there is no room, as vLLM does; the client, which waits during a pause, would wait.
+
+    Raises:
+        OverloadedError: one of the limits that were given is reached.
+    """
+    try:
+        client.check_admission(num_seqs)
+    except EngineAsleepError:
+        pass  # it waits for the end of the pause
+    except OverloadedError as exc:
+        if exc.reason in ("requests", "tokens"):
+            raise
