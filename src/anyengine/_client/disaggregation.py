@@ -11,12 +11,13 @@ from typing import Any, Final, Unpack
 
 from msgspec.structs import replace
 
+from anyengine._rules import reject
 from anyengine.exceptions import EngineError, RequestFailed
 from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind, SamplingParams
 
 from .client import EngineClient
-from .inputs.prompts import Prompt
+from .inputs.prompts import Prompt, is_embeddings
 from .inputs.request_fields import GenerateOptions
 from .requests.stream import RequestStream
 
@@ -48,10 +49,13 @@ class PrefillDecodePair:
 
         Raises:
             RequestFailed: the prefill engine has handed nothing over, or one of them failed the request.
-            RequestRejected, OverloadedError, EngineAsleepError, EngineDeadError: see :meth:`EngineClient.submit`.
+            RequestRejected, OverloadedError, EngineAsleepError, EngineDeadError: see :meth:`EngineClient.submit`; and
+                ``prompt`` is embeddings.
 
         Cancellation: nothing is left in either engine; the prefill engine is told that nobody comes for the blocks.
         """
+        if is_embeddings(prompt):
+            reject("prompt", "embeddings", "cannot be handed over", "give text or token ids")
         params = sampling_params or SamplingParams()
         first = _with(
             params, _REMOTE_DECODE, n=1, max_tokens=1, min_tokens=0, stop=(), output_kind=OutputKind.FINAL_ONLY
