@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
-import numpy
+import numpy as np
 import pytest
 
 from anyengine import (
@@ -89,5 +89,5 @@ async def test_embeddings_are_refused_before_anything_is_computed() -> None:
     with anyio.fail_after(30):
         async with EngineClient(engine=prefill.engine) as one, EngineClient(engine=ScriptedTwin().engine) as other:
             with pytest.raises(RequestRejected, match="embeddings"):
-                await PrefillDecodePair(one, other).submit(numpy.zeros((3, 8), numpy.float32))
+                await PrefillDecodePair(one, other).submit(np.zeros((3, 8), np.float32))
     assert prefill.received("add") == []

@@ -73,7 +73,7 @@ class PrefillDecodePair:
             return await self.decode.submit(computed.prompt_token_ids, _with(params, handed), **options)
         except BaseException:  # cancelled, too: blocks that nobody fetches would stay
             with suppress(EngineError):
-                await self._take_back(computed)
+                await self._take_back(computed)  # noqa: ASYNC102 - it waits for nothing
             raise
 
     async def complete(
