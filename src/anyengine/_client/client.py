@@ -14,6 +14,7 @@ from typing import Literal, Self, Unpack
 
 from anyengine._process.status import Status
 from anyengine._protocol import ClientState
+from anyengine._rules import given
 from anyengine._text import Tokenizer
 from anyengine.config import EmbeddedEngine, EngineSettings
 from anyengine.exceptions import ClientClosedError, EngineDeadError
@@ -223,7 +224,7 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
         return RequestStream(
             self._entered_desk,
             prompt,
-            sampling_params or SamplingParams(),
+            given("sampling_params", sampling_params, SamplingParams),
             request_id,
             fields,
             limits_s=time_limits(timeout_s, first_token_timeout_s, inter_token_timeout_s),
@@ -274,8 +275,7 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
         Cancellation: aborts the request.
         """
         check_field_names("encode", fields)
-        params = pooling_params or PoolingParams()
-        return await encode_once(self._entered_desk(), prompt, params, request_id, fields, nowait=nowait)
+        return await encode_once(self._entered_desk(), prompt, pooling_params, request_id, fields, nowait=nowait)
 
     # ----------------------------------------------------------------- utilities
 

@@ -11,6 +11,7 @@ from typing import Any, Final, Unpack
 
 from msgspec.structs import replace
 
+from anyengine._rules import given
 from anyengine.exceptions import EngineError, RequestFailed
 from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind, SamplingParams
@@ -52,7 +53,7 @@ class PrefillDecodePair:
 
         Cancellation: nothing is left in either engine; the prefill engine is told that nobody comes for the blocks.
         """
-        params = sampling_params or SamplingParams()
+        params = given("sampling_params", sampling_params, SamplingParams)
         first = _with(
             params, _REMOTE_DECODE, n=1, max_tokens=1, min_tokens=0, stop=(), output_kind=OutputKind.FINAL_ONLY
         )
