@@ -11,7 +11,7 @@ from typing import Any, Final, Unpack
 
 from msgspec.structs import replace
 
-from anyengine._rules import reject
+from anyengine._rules import given, reject
 from anyengine.exceptions import EngineError, RequestFailed
 from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind, SamplingParams
@@ -56,7 +56,7 @@ class PrefillDecodePair:
         """
         if is_embeddings(prompt):
             reject("prompt", "embeddings", "cannot be handed over", "give text or token ids")
-        params = sampling_params or SamplingParams()
+        params = given("sampling_params", sampling_params, SamplingParams)
         first = _with(
             params, _REMOTE_DECODE, n=1, max_tokens=1, min_tokens=0, stop=(), output_kind=OutputKind.FINAL_ONLY
         )
