@@ -11,7 +11,7 @@ import operator
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import msgspec
 
@@ -22,8 +22,11 @@ __all__ = [
     "INT64_MIN",
     "UINT64_MAX",
     "Rule",
+    "a_type",
     "apply_rules",
     "flag",
+    "given",
+    "instance",
     "integer",
     "integers",
     "mapping",
@@ -37,6 +40,8 @@ __all__ = [
 
 Rule: TypeAlias = Callable[[str, Any], Any]
 
+T = TypeVar("T")
+
 INT64_MIN, INT64_MAX, UINT64_MAX = -(2**63), 2**63 - 1, 2**64 - 1
 
 
@@ -49,6 +54,32 @@ def reject(parameter: str, value: Any, problem: str, remedy: str) -> NoReturn:
     raise RequestRejected(
         f"{parameter}={reprlib.repr(value)} {problem}: {remedy}", parameter=parameter, value=value, remedy=remedy
     )
+
+
+def a_type(value: Any) -> str:
+    """The type of ``value`` with its article: ``"a str"``, ``"an int"``."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
+def instance(name: str, value: Any, kind: type[T]) -> T:
+    """``value``, which must be a ``kind``: there is no reading one out of a dict.
+
+    Raises:
+        RequestRejected: it is something else.
+    """
+    if not isinstance(value, kind):
+        reject(name, value, f"is {a_type(value)}", f"use {kind.__name__}(...)")
+    return value
+
+
+def given(name: str, value: T | None, kind: type[T]) -> T:
+    """:func:`instance`, or the ``kind`` of all defaults where ``value`` is ``None``.
+
+    Raises:
+        RequestRejected: it is something else.
+    """
+    return kind() if value is None else instance(name, value, kind)
 
 
 def apply_rules(record: msgspec.Struct, rules: Mapping[str, Rule]) -> None:
@@ -83,7 +114,7 @@ def integer(low: int = INT64_MIN, high: int = UINT64_MAX, *, optional: bool = Fa
         try:
             number = operator.index(value)
         except TypeError:
-            reject(name, value, f"is a {type(value).__name__}, not an int", remedy)
+            reject(name, value, f"is {a_type(value)}, not an int", remedy)
         if isinstance(value, bool):
             reject(name, value, "is a bool, not an int", remedy)
         if not low <= number <= high:
@@ -99,7 +130,7 @@ def number(low: float | None = None, high: float | None = None, *, above: float 
 
     def rule(name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, Real):
-            reject(name, value, f"is a {type(value).__name__}, not a number", remedy)
+            reject(name, value, f"is {a_type(value)}, not a number", remedy)
         try:
             kept = float(value)
         except OverflowError:  # an int beyond any float
@@ -123,7 +154,7 @@ def flag(*, optional: bool = False) -> Rule:
 
     def rule(name: str, value: Any) -> bool | None:
         if not isinstance(value, bool) and not (optional and value is None):
-            reject(name, value, f"is a {type(value).__name__}, not a bool", remedy)
+            reject(name, value, f"is {a_type(value)}, not a bool", remedy)
         return value
 
     return rule
@@ -137,7 +168,7 @@ def text(*, optional: bool = False, empty: bool = True) -> Rule:
         if value is None and optional:
             return None
         if not isinstance(value, str):
-            reject(name, value, f"is a {type(value).__name__}, not a str", remedy)
+            reject(name, value, f"is {a_type(value)}, not a str", remedy)
         if not value and not empty:
             reject(name, value, "is empty", remedy)
         return value
@@ -147,7 +178,7 @@ def text(*, optional: bool = False, empty: bool = True) -> Rule:
 
 def _items(name: str, value: Any, remedy: str) -> tuple[Any, ...]:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        reject(name, value, f"is a {type(value).__name__}, not a sequence", remedy)
+        reject(name, value, f"is {a_type(value)}, not a sequence", remedy)
     return value if isinstance(value, tuple) else tuple(value)
 
 
@@ -161,7 +192,7 @@ def strings(*, most: int | None = None) -> Rule:
         items = _items(name, (value,) if isinstance(value, str) else value, remedy)
         for item in items:
             if not isinstance(item, str):
-                reject(name, value, f"has a {type(item).__name__} in it, not a str", remedy)
+                reject(name, value, f"has {a_type(item)} in it, not a str", remedy)
             if not item:
                 reject(name, value, "has an empty string in it", remedy)
         if most is not None and len(items) > most:
@@ -197,7 +228,7 @@ def _integer_in(name: str, value: Any, item: Any, limits: tuple[int, int], remed
     try:
         number = operator.index(item)
     except TypeError:
-        reject(name, value, f"has a {type(item).__name__} in it, not an int", remedy)
+        reject(name, value, f"has {a_type(item)} in it, not an int", remedy)
     if isinstance(item, bool):
         reject(name, value, "has a bool in it, not an int", remedy)
     if not limits[0] <= number <= limits[1]:
@@ -228,7 +259,7 @@ def record(kind: type) -> Rule:
 
     def rule(name: str, value: Any) -> Any:
         if value is not None and not isinstance(value, kind):
-            reject(name, value, f"is a {type(value).__name__}", f"use {kind.__name__}(...), or None")
+            reject(name, value, f"is {a_type(value)}", f"use {kind.__name__}(...), or None")
         return value
 
     return rule
@@ -241,7 +272,7 @@ def mapping(check: Callable[[str, Any, Any], None] | None = None) -> Rule:
         if value is None:
             return None
         if not isinstance(value, Mapping):
-            reject(name, value, f"is a {type(value).__name__}, not a mapping", "use a dict, or None")
+            reject(name, value, f"is {a_type(value)}, not a mapping", "use a dict, or None")
         if check is not None:
             for key, item in value.items():
                 check(name, key, item)

@@ -21,6 +21,7 @@ from anyengine import (
     RequestRejected,
     RequestStream,
     SamplingParams,
+    VLLMEngine,
 )
 from anyengine._client.inputs.request_builder import RequestBuilder
 from anyengine._client.requests.admission import Admission, AdmissionSettings
@@ -34,6 +35,28 @@ pytestmark = pytest.mark.anyio
 LONG = SamplingParams(max_tokens=2000)
 SILENT = Script(requests=(RequestRule(silent=True),))
 one_loop = pytest.mark.parametrize("anyio_backend", [BACKENDS["trio"]], ids=["trio"])
+
+
+@pytest.mark.parametrize(
+    ("args", "told", "limits"),
+    [
+        ({"max_num_queued_reqs": 1}, {}, (1, None)),
+        (["--max-num-queued-tokens", "64"], {}, (None, 64)),
+        ({"max_num_queued_reqs": 1}, {"max_num_queued_reqs": 9, "max_num_queued_tokens": 5}, (9, 5)),
+        ({}, {}, (None, None)),
+    ],
+)
+def test_an_engines_arguments_are_the_clients_limits(args: Any, told: dict[str, int], limits: tuple[int, int]) -> None:
+    """vLLM's front end keeps them, so that we do."""
+    settings = EngineClient(engine=VLLMEngine("m", args=args), **told)._admission  # type: ignore[arg-type]
+    assert (settings.max_num_queued_reqs, settings.max_num_queued_tokens) == limits
+
+
+def test_the_least_of_several_engines_holds() -> None:
+    engines = [VLLMEngine("m", args={"max_num_queued_reqs": limit}) for limit in (3, 2)]
+    assert EngineClient(engine=engines)._admission.max_num_queued_reqs == 2
+    with pytest.raises(ValueError, match="max_num_queued_reqs=0 must be"):
+        EngineClient(engine=VLLMEngine("m", args={"max_num_queued_reqs": 0}))
 
 
 @pytest.mark.feature("L21", "C06")

@@ -128,7 +128,9 @@ async def test_an_engine_without_adapters_is_asked_for_none() -> None:
 async def test_what_our_own_engine_cannot_do_fails_one_request(params: dict[str, Any]) -> None:
     with anyio.fail_after(30):
         async with EngineClient(engine=toy()) as client:
-            with pytest.raises(RequestFailed, match=r"not supported by this engine|has no (log-prob|structured_outputs)"):
+            with pytest.raises(
+                RequestFailed, match=r"not supported by this engine|has no (log-prob|structured_outputs)"
+            ):
                 async for _ in client.generate([1, 2], SamplingParams(**params)):
                     pass
             with pytest.raises(RequestRejected, match="LoRA is not enabled"):

@@ -6,13 +6,19 @@ import ast
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import feature_index
 import pytest
 
+from anyengine.config import EngineSettings
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+ENGINES: dict[str, Callable[..., object]] = {kind.__name__: kind for kind in get_args(EngineSettings)}
 
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -48,6 +54,21 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_python_blocks_compile(page: Path) -> None:
     for source in blocks(page, "python"):
         compile(source, str(page), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_engines_of_python_blocks_can_be_made(page: Path) -> None:
+    """Those with literal arguments: their constructors check them."""
+    for source in blocks(page, "python"):
+        for node in ast.walk(compile(source, str(page), "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id not in ENGINES:
+                continue
+            try:
+                positional = [ast.literal_eval(argument) for argument in node.args]
+                named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+            except ValueError:  # names something of the program
+                continue
+            ENGINES[node.func.id](*positional, **named)
 
 
 def test_the_readme_begins_with_the_whole_program() -> None:

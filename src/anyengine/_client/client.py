@@ -14,6 +14,7 @@ from typing import Literal, Self, Unpack
 
 from anyengine._process.status import Status
 from anyengine._protocol import ClientState
+from anyengine._rules import given
 from anyengine._text import Tokenizer
 from anyengine.config import EmbeddedEngine, EngineSettings
 from anyengine.exceptions import ClientClosedError, EngineDeadError
@@ -62,8 +63,8 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
             ``None``: its death is final.
         retries: send a request again that failed before its first token with an error that says ``retryable``.
             ``None``: nothing is sent twice.
-        max_num_queued_reqs: how many sequences may be in flight or on their way there; ``None``: no limit.
-        max_num_queued_tokens: how many prompt tokens may wait for their first output; ``None``: no limit. A longer
+        max_num_queued_reqs: how many sequences may be in flight or on their way; ``None``: what the engine's args say.
+        max_num_queued_tokens: how many prompt tokens may wait for their first output; ``None``: as above. A longer
             prompt is taken when no other one waits.
         stats_interval_s: how often to write a line of statistics to the log ``anyengine.statistics``, and to tell the
             sinks; a client that is idle writes none twice. ``None``: when :meth:`do_log_stats` is called.
@@ -111,7 +112,9 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
             raise ValueError(f"retries={retries!r} must be a RetryPolicy, or None for no retries")
         self._retries = retries
         self._reports = Reports(self._take_statistics, stats_sinks, stats_interval_s)
-        self._admission = AdmissionSettings(max_num_queued_reqs, max_num_queued_tokens, admission)
+        self._admission = AdmissionSettings.of(
+            self._core.engines, max_num_queued_reqs, max_num_queued_tokens, admission
+        )
         self._context: AbstractAsyncContextManager[None] | None = None
         self._desk: RequestDesk | None = None
 
@@ -211,9 +214,9 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
         [num_prompt_tokens, hidden_size] by itself). Inert: nothing is checked or sent before it is used.
 
         ``request_id`` is a label, echoed in every output; several live requests may share it. What else a request
-        carries is given by vLLM's names: ``priority`` (lower runs first), ``lora_request``, ``cache_salt``,
-        ``trace_headers``, ``session_id``, ``mm_features``, ``reasoning_ended``, ``reasoning_parser_kwargs``,
-        ``kv_hints``.
+        carries is given by vLLM's names: ``priority`` (lower runs first), ``data_parallel_rank``, ``lora_request``,
+        ``tokenization_kwargs``, ``cache_salt``, ``trace_headers``, ``session_id``, ``mm_features``, ``kv_hints``,
+        ``reasoning_ended``, ``reasoning_parser_kwargs``; and ``prompt_text``.
 
         ``timeout_s``, ``first_token_timeout_s`` (both from the first use) and ``inter_token_timeout_s`` bound what the
         engine may take: the first that passes aborts the request, whether anybody iterates or not, and the stream
@@ -224,7 +227,7 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
         return RequestStream(
             self._entered_desk,
             prompt,
-            sampling_params or SamplingParams(),
+            given("sampling_params", sampling_params, SamplingParams),
             request_id,
             fields,
             limits_s=time_limits(timeout_s, first_token_timeout_s, inter_token_timeout_s),
@@ -275,8 +278,7 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
         Cancellation: aborts the request.
         """
         check_field_names("encode", fields)
-        params = pooling_params or PoolingParams()
-        return await encode_once(self._entered_desk(), prompt, params, request_id, fields, nowait=nowait)
+        return await encode_once(self._entered_desk(), prompt, pooling_params, request_id, fields, nowait=nowait)
 
     # ----------------------------------------------------------------- utilities
 

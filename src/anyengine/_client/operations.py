@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, NoReturn, Protocol, TypeAlias, TypeVar
 
 import anyio
 import msgspec
 
+from anyengine._rules import a_type
 from anyengine._wire import lora_to_wire
 from anyengine.exceptions import EngineError, UtilityError, UtilityRejected, UtilityTimeout
 from anyengine.params import LoRARequest
@@ -81,13 +82,7 @@ class EngineOperations:
         cancelled call the engine may be paused or not: only :meth:`resume_generation` ends the uncertainty.
         """
         if mode not in ("abort", "wait", "keep"):
-            raise UtilityRejected(
-                f"mode={mode!r} is no way to pause: use 'abort', 'wait' or 'keep'",
-                method="pause_generation",
-                parameter="mode",
-                value=mode,
-                remedy="use 'abort', 'wait' or 'keep'",
-            )
+            _refuse("pause_generation", "mode", mode, "is no way to pause", "use 'abort', 'wait' or 'keep'")
         method = "pause_generation" if self._caller.utility_arity("pause_generation") else "pause_scheduler"
         await self._stop_requests("paused", mode, method, mode, clear_cache)
 
@@ -150,11 +145,14 @@ class EngineOperations:
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Give memory back: level 1 offloads the weights and drops the KV cache, 2 drops both, 0 only pauses. No
         request is sent from the call on, until :meth:`wake_up` has brought everything back."""
+        if type(level) is not int or not 0 <= level <= 2:
+            _refuse("sleep", "level", level, "is no level of sleep", "use 0, 1 or 2")
         await self._stop_requests("asleep", mode, "sleep", level, mode)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """Take memory back: all of it, or that of ``"weights"``, ``"kv_cache"``, ``"scheduling"``. Whether all of it is
         back, on every rank."""
+        _refuse_text("wake_up", "tags", tags, '["weights"]')
         answers = await self._call("wake_up", None if tags is None else list(tags))
         awake = all(answer is not False for answer in answers.values())
         if tags is not None and None in answers.values():  # a release that does not say how much of it is back
@@ -184,7 +182,13 @@ class EngineOperations:
     async def _wake_at_last(self) -> None:
         # Shielded: an engine that stays asleep hangs everybody. Bounded: a hung engine must not hang us as well.
         with anyio.move_on_after(_RESUME_LIMIT_S, shield=True) as limit:
-            await self.wake_up()
+            was_closed = self._open_admission()  # what is sent from now on is behind the call, whoever hears its answer
+            try:
+                await self._call("wake_up", None, ranks=self._caller.ranks)
+            except UtilityError:
+                if was_closed:
+                    self._close_admission("asleep", ends_requests=False)
+                raise
         if limit.cancelled_caught:
             raise UtilityTimeout(
                 f"the engine was told to wake up and has not answered for {_RESUME_LIMIT_S:g} s: it may still do so; "
@@ -219,6 +223,7 @@ class EngineOperations:
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter; whether it was."""
+        _refuse_unless(LoRARequest, "add_lora", "lora_request", lora_request, "use LoRARequest(...)")
         return await self._all_did("add_lora", lora_to_wire(lora_request))
 
     async def remove_lora(self, lora_id: int) -> bool:
@@ -239,9 +244,10 @@ class EngineOperations:
         """Keep an adapter loaded; whether it is."""
         return await self._all_did("pin_lora", lora_id)
 
-    async def update_weight_version(self, version: str) -> None:
+    async def update_weight_version(self, new_version: str) -> None:
         """Label the weights that are loaded now; outputs carry the label."""
-        await self._call("set_weight_version", version)
+        _refuse_unless(str, "update_weight_version", "new_version", new_version, "use a str")
+        await self._call("set_weight_version", new_version)
 
     async def get_weight_version(self) -> str | None:
         """The label of the weights."""
@@ -272,14 +278,11 @@ class EngineOperations:
 
         A result that the engine cannot encode ends a vLLM engine's output for ever: call only what returns plain data.
         """
-        if not isinstance(method, str):
-            raise UtilityRejected(
-                f"method={method!r} is no name: a callable would have to be pickled, which this client never does",
-                method="collective_rpc",
-                parameter="method",
-                value=method,
-                remedy="give the name of a method that the workers have",
-            )
+        named: object = method
+        if not isinstance(named, str):
+            problem = "is no name: a callable would have to be pickled, which this client never does"
+            _refuse("collective_rpc", "method", method, problem, "give the name of a method that the workers have")
+        _refuse_text("collective_rpc", "args", args, "[argument]")
         arguments = (method, timeout, list(args), None if kwargs is None else dict(kwargs))
         results = await self._typed(list[Any], "collective_rpc", *arguments, ranks=ranks)
         return [result for of_rank in results.values() for result in of_rank]
@@ -347,3 +350,20 @@ class EngineOperations:
     async def _all_did(self, method: str, *args: Any) -> bool:
         """Whether every rank did what was asked."""
         return all((await self._typed(bool, method, *args)).values())
+
+
+def _refuse(method: str, parameter: str, value: Any, problem: str, remedy: str) -> NoReturn:
+    """Refuse an argument of ``method`` before anything is sent."""
+    message = f"{parameter}={value!r:.200} {problem}: {remedy}"
+    raise UtilityRejected(message, method=method, parameter=parameter, value=value, remedy=remedy)
+
+
+def _refuse_unless(kind: type, method: str, parameter: str, value: object, remedy: str) -> None:
+    if not isinstance(value, kind):
+        _refuse(method, parameter, value, f"is {a_type(value)}", remedy)
+
+
+def _refuse_text(method: str, parameter: str, value: object, remedy: str) -> None:
+    """Refuse text where several things are expected: its letters would be sent."""
+    if isinstance(value, str | bytes):
+        _refuse(method, parameter, value, f"is {a_type(value)}, not a sequence", f"use {remedy}")

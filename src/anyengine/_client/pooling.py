@@ -6,13 +6,14 @@ Owns the waiting for it, with the same ways out as a request stream has: every o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import mul
 from typing import Unpack
 
 import anyio
 
+from anyengine._rules import a_type, given, integer, reject
 from anyengine.exceptions import EngineError, RequestFailed
 from anyengine.outputs import PoolingOutput
 from anyengine.params import PoolingParams
@@ -48,6 +49,9 @@ class PoolingShortcuts:
     async def score(self, query: Prompt, documents: Sequence[Prompt], **fields: Unpack[RequestFields]) -> list[float]:
         """How near each of ``documents`` is to ``query``: the cosine of their embeddings. They are computed at once;
         the first failure ends all."""
+        several: object = documents
+        if isinstance(several, str | bytes | Mapping) or not isinstance(several, Sequence):
+            reject("documents", documents, f"is {a_type(documents)}", "use a sequence of prompts: [document]")
         vectors: list[list[float]] = [[]] * (len(documents) + 1)
 
         async def embed(index: int, prompt: Prompt) -> None:
@@ -64,6 +68,7 @@ class PoolingShortcuts:
         self, query: Prompt, documents: Sequence[Prompt], top_n: int | None = None, **fields: Unpack[RequestFields]
     ) -> list[tuple[int, float]]:
         """Index and :meth:`score` of the ``top_n`` documents that are nearest to ``query``, nearest first."""
+        integer(1, optional=True)("top_n", top_n)
         scores = await self.score(query, documents, **fields)
         ranked = sorted(enumerate(scores), key=lambda item: -item[1])
         return ranked if top_n is None else ranked[:top_n]
@@ -98,13 +103,14 @@ def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
 async def encode_once(
     desk: RequestDesk,
     prompt: Prompt,
-    params: PoolingParams,
+    pooling_params: PoolingParams | None,
     label: str | None,
     fields: RequestFields,
     *,
     nowait: bool = False,
 ) -> PoolingOutput:
     """See :meth:`EngineClient.encode`."""
+    params = given("pooling_params", pooling_params, PoolingParams)
     ticket = desk.ticket(prompt, label, nowait=nowait)
     num_prompt_tokens = 0
     try:

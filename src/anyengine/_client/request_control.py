@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Literal, TypeAlias, Unpack
 
+from anyengine._rules import instance
 from anyengine.exceptions import EngineAsleepError, RequestRejected
 from anyengine.outputs import RequestOutput
 from anyengine.params import BeamSearchParams, SamplingParams
@@ -93,6 +94,7 @@ class RequestControl:
         Cancellation: aborts what is in flight.
         """
         check_field_names("beam_search", fields)
+        instance("params", params, BeamSearchParams)
         return await search_beams(self, self._entered_desk().builder, prompt, params, request_id, fields)
 
     async def abort(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
-from anyengine._rules import reject
+from anyengine._rules import given, reject
 from anyengine.outputs import RequestOutput
 from anyengine.params import SamplingParams
 
@@ -92,7 +92,8 @@ class RequestShortcuts:
         """A request whose prompt comes in parts, each of which is answered: see :class:`InputSession`. The arguments
         are those of :meth:`generate`. Needs a vLLM engine."""
         check_field_names("input_session", fields)
-        return InputSession(self._entered_desk, sampling_params or SamplingParams(), request_id, fields)
+        params = given("sampling_params", sampling_params, SamplingParams)
+        return InputSession(self._entered_desk, params, request_id, fields)
 
     async def tokenize(
         self,
@@ -109,7 +110,8 @@ class RequestShortcuts:
 
         Cancellation: safe.
         """
-        encoded = await self._entered_desk().builder.encode(prompt, sampling_params, tokenization_kwargs)
+        params = given("sampling_params", sampling_params, SamplingParams)
+        encoded = await self._entered_desk().builder.encode(prompt, params, tokenization_kwargs)
         if isinstance(encoded, Embeddings):
             reject("prompt", encoded.tensor.shape, "is embeddings, which have no token ids", "use text")
         return list(encoded)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, Self, get_args
 
 import anyio
 import anyio.lowlevel
 import msgspec
 
+from anyengine.config import EngineSettings
 from anyengine.exceptions import EngineError, OverloadedError, RequestError
 
 if TYPE_CHECKING:
@@ -43,6 +44,33 @@ class AdmissionSettings(msgspec.Struct, frozen=True):
                 raise ValueError(f"{name}={limit!r} must be an int of at least 1, or None for no limit")
         if self.admission not in ("reject", "wait"):
             raise ValueError(f"admission={self.admission!r} must be 'reject' or 'wait'")
+
+    @classmethod
+    def of(
+        cls,
+        engines: Iterable[EngineSettings],
+        max_num_queued_reqs: int | None,
+        max_num_queued_tokens: int | None,
+        admission: Literal["reject", "wait"],
+    ) -> Self:
+        """What a client of ``engines`` was given, and their own arguments where it was given no limit: in vLLM it is
+        the front end that keeps these two, never the engine.
+
+        Raises:
+            ValueError: a value makes no sense.
+        """
+        said = [known for engine in engines if (known := getattr(engine, "understood", None)) is not None]
+
+        def either(given: int | None, name: str) -> int | None:
+            if given is not None:
+                return given
+            return min((limit for known in said if (limit := getattr(known, name)) is not None), default=None)
+
+        return cls(
+            either(max_num_queued_reqs, "max_num_queued_reqs"),
+            either(max_num_queued_tokens, "max_num_queued_tokens"),
+            admission,
+        )
 
 
 class Ticket:

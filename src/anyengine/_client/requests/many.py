@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Final, Literal, Self
+from typing import Any, Final, Literal, Self
 
 import anyio
 import anyio.lowlevel
@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from anyengine._client.inputs.prompts import Prompt
 from anyengine._client.inputs.request_fields import RequestFields
 from anyengine._client.session.wakeup import Parker, make_parker
+from anyengine._rules import given, instance
 from anyengine.exceptions import EngineAsleepError, EngineError, OverloadedError
 from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind, SamplingParams
@@ -296,12 +297,15 @@ def _paired(
     """Each prompt with its index and its parameters; a group gives out whole answers.
 
     Raises:
+        RequestRejected: they are no parameters.
         ValueError: there are not as many parameters as prompts.
     """
-    if params is None or isinstance(params, SamplingParams):
-        whole = replace(params or SamplingParams(), output_kind=OutputKind.FINAL_ONLY)
+    untyped: Any = params  # may be anything
+    if not isinstance(untyped, Sequence) or isinstance(untyped, str):
+        whole = replace(given("sampling_params", untyped, SamplingParams), output_kind=OutputKind.FINAL_ONLY)
         return enumerate((prompt, whole) for prompt in prompts)
-    if isinstance(prompts, Sequence) and len(prompts) != len(params):
-        raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts: give one, or one for each")
-    each = (replace(one, output_kind=OutputKind.FINAL_ONLY) for one in params)
+    several = [instance(f"sampling_params[{index}]", one, SamplingParams) for index, one in enumerate(untyped)]
+    if isinstance(prompts, Sequence) and len(prompts) != len(several):
+        raise ValueError(f"{len(several)} sampling_params for {len(prompts)} prompts: give one, or one for each")
+    each = (replace(one, output_kind=OutputKind.FINAL_ONLY) for one in several)
     return enumerate(zip(prompts, each, strict=True))
