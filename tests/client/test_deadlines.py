@@ -24,7 +24,7 @@ from anyengine import (
 from anyengine._client.requests.deadlines import _PRUNE_FROM, Deadlines, TimedRequestState, Timeouts
 from anyengine._client.requests.state import RequestState
 from anyengine._client.session.wakeup import make_parker
-from anyengine._wire import EngineCoreOutput
+from anyengine._wire import EngineCoreOutput, EngineCoreOutputs
 from anyengine.testing.pytest_plugin import BACKENDS
 from anyengine.testing.scripted import Fault, RequestRule, Script, ScriptedTwin, UtilityRule, expected_tokens
 
@@ -160,7 +160,7 @@ def _state(n: int) -> RequestState:
 
 
 async def test_entries_of_what_has_ended_do_not_pile_up() -> None:
-    deadlines = Deadlines(lambda expired: None)
+    deadlines = Deadlines(lambda expired: None, anyio.lowlevel.checkpoint)
     alive = [_state(n) for n in range(100)]
     for state in alive:
         deadlines.watch(state, Timeouts(total_s=600.0), 0.0)
@@ -174,7 +174,9 @@ async def test_entries_of_what_has_ended_do_not_pile_up() -> None:
 
 async def test_what_has_arrived_when_the_timer_is_late_counts() -> None:
     expired: list[str] = []
-    deadlines = Deadlines(lambda items: expired.extend(error.limit or "" for _, error in items))
+    deadlines = Deadlines(
+        lambda items: expired.extend(error.limit or "" for _, error in items), anyio.lowlevel.checkpoint
+    )
     state = _state(0)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(deadlines.run)
@@ -189,6 +191,22 @@ async def test_what_has_arrived_when_the_timer_is_late_counts() -> None:
         await anyio.sleep(5)
         tasks.cancel_scope.cancel()
     assert expired == []
+
+
+async def test_what_has_been_read_counts_however_long_it_takes_to_give_it_out() -> None:
+    """Its token stands at the end of a batch that is given out in many slices."""
+    scripted = ScriptedTwin(Script(requests=(RequestRule(silent=True),)))
+    async with EngineClient(engine=scripted.engine) as client:
+        late = await client.submit([1], LONG, first_token_timeout_s=1.0)
+        other = await client.submit([1], LONG, first_token_timeout_s=1.0)
+        assert late.wire_id is not None
+        rows = [EngineCoreOutput("of nobody", [1]) for _ in range(5000)] + [EngineCoreOutput(late.wire_id, [7])]
+        await anyio.sleep(1.0)
+        client.core.session.feed.send_nowait(EngineCoreOutputs(engine_index=0, outputs=rows))
+        assert (await anext(late)).token_ids == [7]
+        with pytest.raises(RequestTimeout):
+            await anext(other)
+        late.close_nowait()
 
 
 @pytest.mark.case("K08")

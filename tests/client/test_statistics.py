@@ -14,7 +14,7 @@ import anyio.from_thread
 import anyio.to_thread
 import pytest
 
-from anyengine import ClientClosedError, ClientStatistics, EngineClient, RequestFailed, SamplingParams
+from anyengine import ClientClosedError, ClientStatistics, EngineClient, PoolingParams, RequestFailed, SamplingParams
 from anyengine._client.inputs.model_files import load_model_files
 from anyengine.testing.pytest_plugin import BACKENDS
 from anyengine.testing.scripted import RequestRule, Script, ScriptedTwin, expected_tokens
@@ -297,3 +297,38 @@ async def test_an_interval_shorter_than_the_loading_of_files(monkeypatch: pytest
     with anyio.fail_after(30):
         async with EngineClient(engine=twin().engine, stats_interval_s=0.001) as client:
             assert (await client.complete([1], SamplingParams(max_tokens=2))).token_ids == expected_tokens([1], 2)
+
+
+@one_loop
+async def test_prompts_count_whose_first_output_is_the_last() -> None:
+    """One token, or a pooling result; not one that was aborted before."""
+    rules, embed = (RequestRule(first_token=9, silent=True),), PoolingParams(task="embed")
+    with anyio.fail_after(30):
+        async with EngineClient(engine=twin(requests=rules, tasks=("generate", "embed")).engine) as client:
+            await client.complete([1, 2, 3], SamplingParams(max_tokens=1))
+            assert (client.stats().prompt_tokens, client.stats().generation_tokens) == (3, 1)
+            await client.encode([1, 2], embed)
+            assert (client.stats().prompt_tokens, client.stats().generation_tokens) == (5, 1)
+            await client.abort(await client.submit([9, 9], LONG))
+            with anyio.CancelScope() as scope:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(client.encode, [9], embed)
+                    await anyio.wait_all_tasks_blocked()
+                    scope.cancel()
+            after = client.stats()
+    assert (after.prompt_tokens, after.generation_tokens, after.ended) == (5, 1, 4)
+
+
+@one_loop
+async def test_a_session_that_waits_for_a_part_counts_once() -> None:
+    with anyio.fail_after(30):
+        async with EngineClient(engine=twin().engine) as client:
+            async with client.input_session(SamplingParams(max_tokens=4)) as session:
+                for number in (1, 2):
+                    await session.send([1, 2, 3])
+                    async for item in session:
+                        if item.finish_reason is not None:
+                            break
+                    figures = client.stats()
+                    assert (figures.prompt_tokens, figures.generation_tokens) == (3 * number, 4 * number)
+            assert client.stats().generation_tokens == 8

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 from engines import misbehaving, toy
 
-from anyengine import EngineClient, OutputProcessingError, RequestStream, SamplingParams
+from anyengine import EngineClient, OutputProcessingError, RequestOutput, RequestStream, SamplingParams
+from anyengine.testing.scripted import Script, ScriptedTwin
+from anyengine.testing.scripted import expected_tokens as twin_tokens
 from anyengine.testing.toy_runner import expected_tokens
 
 pytestmark = pytest.mark.anyio
@@ -299,3 +302,31 @@ async def test_trouble_with_one_requests_text_is_its_own(monkeypatch: pytest.Mon
             assert isinstance(caught.value.__cause__, ZeroDivisionError)
             assert [t async for out in neighbour for t in out.token_ids] == expected_tokens([2], 20)
             await assert_aborted(client, 1)
+
+
+@pytest.mark.parametrize("how", ["busy", "cancelled"])
+async def test_a_final_that_is_refused_leaves_the_stream_as_it_was(how: str) -> None:
+    items: list[RequestOutput] = []
+    scripted = ScriptedTwin(Script(step_interval_s=0.002))
+    with anyio.fail_after(30):
+        async with EngineClient(engine=scripted.engine) as client:
+            async with client.generate([1], SamplingParams(max_tokens=20)) as stream:
+
+                async def iterate() -> None:
+                    items.extend([item async for item in stream])
+
+                if how == "busy":
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(iterate)
+                        while not stream._busy:
+                            await anyio.lowlevel.checkpoint()
+                        with pytest.raises(anyio.BusyResourceError):
+                            await stream.final()
+                else:
+                    with anyio.CancelScope() as scope:
+                        scope.cancel()
+                        await stream.final()
+                    assert scope.cancelled_caught
+                    await iterate()
+    assert len(items) > 1
+    assert [token for item in items for token in item.token_ids] == twin_tokens([1], 20)

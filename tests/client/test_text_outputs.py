@@ -343,3 +343,19 @@ def test_parsers_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         output_parser("no such")
     with pytest.raises(ValueError, match="give reasoning"):
         output_parser()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_what_was_held_back_for_a_stop_string_is_in_partial(model_dir: str, n: int) -> None:
+    """A frame of its own says that it failed, without a token: all of them have been taken."""
+    tokens = tuple(ids_of_bytes(built("byte_level"), b"abc sto"))
+    rules = (RequestRule(tokens=tokens, finish="error", last={1: []}),)
+    scripted = ScriptedTwin(Script(requests=rules, step_interval_s=0.001), model_dir=model_dir)
+    with anyio.fail_after(30):
+        async with EngineClient(engine=scripted.engine) as client:
+            with pytest.raises(RequestFailed) as caught:
+                async for _ in client.generate([1], SamplingParams(max_tokens=40, stop=["stop here"], n=n)):
+                    pass
+    held = caught.value.partial
+    assert isinstance(held, RequestOutput)
+    assert len(held.token_ids) >= 6 and held.text == "abc sto"[: len(held.token_ids)]

@@ -14,7 +14,7 @@ import trio
 from engines import toy
 from memory_engines import in_loop
 
-from anyengine import EngineClient, RequestStream, SamplingParams, WrongLoopError
+from anyengine import EngineClient, OutputKind, RequestStream, SamplingParams, WrongLoopError
 from anyengine.testing.scripted import ScriptedTwin
 from anyengine.testing.toy_runner import expected_tokens
 
@@ -103,6 +103,25 @@ async def test_another_thread_is_refused_at_once(use: Use) -> None:
             await anyio.to_thread.run_sync(elsewhere, client, stream)
             await client.core.wait_room()  # nothing is broken by it
             await stream.aclose()
+
+
+@pytest.mark.case("K37")
+@pytest.mark.anyio
+@pytest.mark.parametrize("params", [{"n": 2}, {"output_kind": OutputKind.FINAL_ONLY}, {}], ids=["n", "whole", "final"])
+async def test_what_is_ready_is_not_given_out_in_another_thread(params: dict[str, Any]) -> None:
+    def elsewhere(stream: RequestStream) -> None:
+        async def main() -> None:
+            with anyio.fail_after(1), pytest.raises(WrongLoopError):
+                await (anext(stream) if params else stream.final())
+
+        anyio.run(main)
+
+    with anyio.fail_after(20):
+        async with EngineClient(engine=in_loop()) as client, client.generate([1], SamplingParams(**params)) as stream:
+            await client.drain()
+            await anyio.to_thread.run_sync(elsewhere, stream)
+            items = [item async for item in stream]
+            assert items[-1].finished
 
 
 @pytest.mark.case("K37")

@@ -51,8 +51,7 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
     """A client of one engine core, or of several, in one task group.
 
     Use it as ``async with EngineClient(...) as client:``, under trio or asyncio. Construction touches no event loop.
-    When the block ends, the engine process, every task and every file of the client are gone. Entering again starts
-    afresh.
+    When the block ends, every process, task and file of the client is gone. Entering again starts afresh.
 
     Args:
         model: what the embedded engine serves: an alias, a local directory, a GGUF file or a Hub id. ``None``: the
@@ -373,14 +372,13 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
         """Counters of this session; see :meth:`EngineCoreClient.statistics`. Besides: requests that wait to be sent,
         those that were turned away, by reason, and those that overran a time limit."""
         desk = self._entered_desk()
-        rejections = {f"rejections_{reason}": count for reason, count in desk.admission.rejections.items()}
         return {
             **self._core.statistics(),
             "requests_waiting": desk.admission.num_waiting,
             "request_timeouts": desk.request_timeouts,
             "queued_prompt_tokens": self._core.session.connection.requests.num_queued_tokens,
             "statistics_failures": self._reports.failures,
-            **rejections,
+            **{f"rejections_{reason}": count for reason, count in desk.admission.rejections.items()},
         }
 
 

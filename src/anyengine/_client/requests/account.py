@@ -20,7 +20,7 @@ __all__ = ["RankTotals", "RequestAccount"]
 
 class RankTotals(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Of one rank, since the session began: requests by how they ended (a finish reason, or ``"failed"``), and tokens.
-    A prompt counts from its first token on."""
+    A prompt counts from its first token, or its result, on."""
 
     ended: Mapping[str, int]
     prompt_tokens: int
@@ -35,7 +35,7 @@ class _Sums:
 
     def add(self, state: RequestState) -> None:
         self.generation_tokens += state.num_tokens
-        if state.first_token_s is not None:
+        if state.prompt_was_run:
             self.prompt_tokens += state.asked.num_prompt_tokens
 
 
@@ -58,7 +58,7 @@ class RequestAccount:
             past = self._ranks.get(rank) or _Sums()
             now[rank] = _Sums(past.ended.copy(), past.prompt_tokens, past.generation_tokens)
         for state in live:
-            if state.rank in now:
+            if state.rank in now and not state.ended:  # one whose prompt comes in parts may wait for the next
                 now[state.rank].add(state)
         return {
             rank: RankTotals(

@@ -105,6 +105,8 @@ class Completion:
             with suppress(Exception):  # an error is on its way already, perhaps this one
                 text = self._detokenize(ids, finished=False)
             self._keep(self.state, ids, text)
+        elif self.state.stopper is not None and (text := self.state.stopper.take()):
+            self._text.append(text)  # of tokens that were taken before: it was held back, and none will follow
         return self._output("".join(self._text), self._token_ids.copy(), 0, everything=True)
 
     def _keep(self, state: RequestState, ids: list[int], text: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import count
 from types import MappingProxyType
 from typing import Any, Final, Self
@@ -27,7 +27,7 @@ from .state import BatchClock, RequestState
 __all__ = ["Deadlines", "TimedRequestState", "TimedScoredRequestState", "Timeouts", "time_limits"]
 
 _TURNS: Final = 3
-"""What has arrived while our own loop was held up reaches its consumers within so many turns of it."""
+"""What has arrived while our own loop was held up is read within so many turns of it."""
 _PRUNE_FROM: Final = 64
 
 
@@ -157,8 +157,13 @@ class Deadlines:
     Memory: entries of requests that have ended stay until they would be due, or until they are the half of all.
     """
 
-    def __init__(self, expire: Callable[[Sequence[tuple[RequestState, RequestTimeout]]], None]) -> None:
+    def __init__(
+        self,
+        expire: Callable[[Sequence[tuple[RequestState, RequestTimeout]]], None],
+        caught_up: Callable[[], Awaitable[None]],
+    ) -> None:
         self._expire = expire
+        self._caught_up = caught_up  # waits until what has been read has reached its consumers
         self._heap: list[tuple[float, int, _Watch]] = []
         self._numbers = count()
         self._prune_at = _PRUNE_FROM
@@ -183,7 +188,8 @@ class Deadlines:
             if self._heap and self._heap[0][0] <= now_s:
                 for _ in range(_TURNS):  # what has arrived counts, even if we are late to look at it
                     await anyio.lowlevel.checkpoint()
-                self._expire_due(anyio.current_time())
+                await self._caught_up()
+                self._expire_due(now_s)  # not what has become due since: its token may have come since, too
                 continue
             self._earlier = anyio.Event()
             self._sleeps_until_s = self._heap[0][0] if self._heap else math.inf

@@ -66,7 +66,7 @@ class RequestDesk:
         self._readiness = EngineReadiness(core)
         self._processor = OutputProcessor(core, self._tell_everyone)
         self.dropped: DroppedRequests = DroppedRequests()
-        self.deadlines: Deadlines = Deadlines(self._expire)
+        self.deadlines: Deadlines = Deadlines(self._expire, self._processor.caught_up)
         self.admission: Admission = Admission(self._session, admission)
         self.resubmissions: Resubmissions = Resubmissions(core, self.admission, retries)
         self.request_timeouts: int = 0

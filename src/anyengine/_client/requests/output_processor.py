@@ -45,6 +45,7 @@ class OutputProcessor:
         self._rest: Sequence[EngineCoreOutput] = ()  # of the batch that is being processed
         self._next_row = 0
         self._rows_done = 0
+        self._items_taken = 0
         self.weights: dict[int, str] = {}
         """The label of the weights that sampled the latest batch of each rank."""
 
@@ -74,8 +75,19 @@ class OutputProcessor:
             while self._rest:
                 self._dispatch_chunk()
 
+    async def caught_up(self) -> None:
+        """Wait until all that has been received by now has reached its consumers, or the session has ended.
+
+        Cancellation: safe.
+        """
+        received = self._items_taken + len(self._session.feed)
+        # A turn of the loop is a slice of the work: nothing is gained by being woken when it is done.
+        while self._session.cause is None and self._items_taken - bool(self._rest) < received:
+            await anyio.lowlevel.checkpoint()
+
     def take(self, item: SessionItem) -> None:
         """Process one item of the session's feed, or begin with it."""
+        self._items_taken += 1
         session = self._session
         if isinstance(item, OutputBatch):
             if item.weight_version is not None and item.weight_version != self.weights.get(item.engine_index):

@@ -141,6 +141,11 @@ class RequestState(_TouchedByEachToken):
         return self.finish_reason is not None or self.error is not None
 
     @property
+    def prompt_was_run(self) -> bool:
+        """Whether its first token has come."""
+        return self.first_token_s is not None
+
+    @property
     def num_tokens(self) -> int:
         """How many tokens have arrived."""
         return len(self.taken) + len(self.token_ids or ())
@@ -273,6 +278,8 @@ class RequestState(_TouchedByEachToken):
 
     def _finish(self, output: EngineCoreOutput) -> None:
         self.ended_s, self.facts = monotonic(), None
+        if self.first_token_s is None and output.new_token_ids:
+            self.first_token_s = self.latest_token_s
         self._note_last_details(output)
         reason = finish_reason_name(output.finish_reason)
         if reason == _ERROR:
@@ -309,6 +316,11 @@ class PooledRequestState(RequestState):
     def __init__(self, wire_id: str, label: str, parker: Parker, *, clock: BatchClock | None = None) -> None:
         super().__init__(wire_id, label, parker, clock=clock)
         self.data: Tensor | None = None
+
+    @property
+    def prompt_was_run(self) -> bool:
+        """Whether its result has come."""
+        return self.data is not None
 
     def push(self, output: EngineCoreOutput) -> bool:
         """Take one output from the engine.

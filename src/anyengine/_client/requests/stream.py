@@ -16,6 +16,7 @@ import anyio
 
 from anyengine._client.inputs.prompts import Embeddings, Prompt
 from anyengine._client.inputs.request_fields import RequestFields
+from anyengine._client.session.session import Session
 from anyengine._client.session.wakeup import EndBell
 from anyengine.exceptions import EngineDeadError, EngineError, OutputProcessingError, RequestError
 from anyengine.outputs import RequestOutput
@@ -54,6 +55,7 @@ class RequestStream(StreamViews):
     ) -> None:
         self._find_desk = desk
         self._desk: RequestDesk | None = None  # of the session that the request was sent in
+        self._session: Session | None = None
         self._prompt = prompt
         self._params = params
         self._fields = fields
@@ -190,10 +192,9 @@ class RequestStream(StreamViews):
         else:
             completions = desk.send(prepared, self._params, self._label, self._fields, timeouts, started_s)
         self._completions = completions
-        self._desk = desk
+        self._desk, self._session = desk, desk.core.session
         self._label = completions.states[0].label
-        if not self._gather:
-            self._one, self._park = completions.only, completions.parker.park
+        self._set_gathering(self._gather)
         if self._on_end is not None:
             for state in completions.states:
                 state.parker = EndBell(completions, self._on_end)
@@ -202,6 +203,11 @@ class RequestStream(StreamViews):
         self._prompt, self._fields = (), {}  # sent: not ours to keep
         return completions
 
+    def _set_gathering(self, gather: bool) -> None:
+        self._gather, self._one = gather, None
+        if self._completions is not None and not gather:
+            self._one, self._park = self._completions.only, self._completions.parker.park
+
     async def final(self) -> RequestOutput:
         """Everything that the request gives, once it has ended: of all its completions, and whatever was taken before.
 
@@ -209,9 +215,16 @@ class RequestStream(StreamViews):
 
         Cancellation: see :meth:`__anext__`.
         """
-        self._gather, self._one = True, None
         if not self._over:
-            return await anext(self)
+            if self._busy:  # whoever iterates gets what it has asked for
+                raise anyio.BusyResourceError("iterating over")
+            gathered = self._gather
+            self._set_gathering(True)
+            try:
+                return await anext(self)
+            except BaseException:
+                self._set_gathering(gathered)
+                raise
         if self._error is not None:
             raise self._own(self._error)
         if self._completions is None or not self._completions.all_taken:
@@ -293,6 +306,8 @@ class RequestStream(StreamViews):
             RequestFailed: the engine ended the request with an error, or aborted it on its own account.
             EngineDeadError: the engine died, or the client is closed; again on every further call.
             BusyResourceError: another task is iterating.
+            WrongLoopError: called in another thread than the client's. (Not where the item of a stream of one answer is
+                ready: the hot loop does not look.)
 
         Cancellation: aborts the request, unless the stream was entered with ``async with``, whose end then does. An
         output leaves the stream only by being returned: none is lost.
@@ -329,6 +344,8 @@ class RequestStream(StreamViews):
             if self._error is not None:
                 raise self._own(self._error)
             raise StopAsyncIteration
+        if self._session is not None and self._session.cause is None:
+            self._session.check_thread()
         if self._busy:
             raise anyio.BusyResourceError("iterating over")
         self._busy = True
