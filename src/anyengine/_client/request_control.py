@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Literal, TypeAlias, Unpack
 
-from anyengine._rules import instance
+from anyengine._rules import a_type, instance
 from anyengine.exceptions import EngineAsleepError, RequestRejected
 from anyengine.outputs import RequestOutput
 from anyengine.params import BeamSearchParams, SamplingParams
@@ -200,7 +200,7 @@ def _names(request: RequestName | Iterable[RequestName]) -> list[RequestName]:
     for name in names:
         if not isinstance(name, str | RequestStream):
             raise RequestRejected(
-                f"request={name!r} is a {type(name).__name__}, which names no request",
+                f"request={name!r} is {a_type(name)}, which names no request",
                 parameter="request",
                 value=name,
                 remedy="give a label, a wire id or a stream, or several of these",
