@@ -45,7 +45,7 @@ ANSWERS: Final[dict[str, Any]] = {
     "add_lora": True,
     "compute_weight_checksums": [{"w": "0"}],
     "get_kv_cache_group_metadata": [],
-    "get_supported_tasks": ["generate", "embed"],
+    "get_supported_tasks": ["generate", "embed", "classify"],
     "get_weight_version": "default",
     "is_scheduler_paused": False,
     "is_sleeping": False,

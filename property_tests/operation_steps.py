@@ -43,6 +43,7 @@ __all__ = [
     "receive_outputs",
     "several_completions",
     "single_tokens",
+    "sleeping",
     "start_a_stream",
     "submit_and_close",
     "two_at_once",
@@ -290,6 +291,11 @@ async def follow_a_life(case: Case) -> None:
         tasks.start_soon(live)
         async for _ in client.events():
             pass
+
+
+async def sleeping(case: Case) -> None:
+    async with case.client.sleeping(1, "keep"):
+        await case.client.is_sleeping()
 
 
 async def paused(case: Case) -> None:

@@ -40,6 +40,7 @@ CLASSES: Final = (
 
 SYNCHRONOUS: Final = frozenset(
     {
+        "ClientEvents.next_nowait",
         "EngineClient.chat",
         "EngineClient.check_admission",
         "EngineClient.debug_snapshot",
@@ -47,20 +48,25 @@ SYNCHRONOUS: Final = frozenset(
         "EngineClient.events",
         "EngineClient.generate",
         "EngineClient.generate_many",
+        "EngineClient.input_session",
         "EngineClient.statistics",
+        "EngineClient.stats",
         "EngineCoreClient.abort",
         "EngineCoreClient.add",
+        "EngineCoreClient.add_part",
         "EngineCoreClient.debug_snapshot",
         "EngineCoreClient.events",
         "EngineCoreClient.outputs",
         "EngineCoreClient.put",
         "EngineCoreClient.statistics",
+        "EngineCoreClient.tell",
         "EngineCoreClient.usable_session",
         "EngineCoreClient.utility_arity",
         "RequestGroup.close_nowait",
         "RequestStream.abort",
         "RequestStream.close_nowait",
         "RequestStream.disown",
+        "RequestStream.parsed",
         "RequestStream.text_stream",
         "RequestStream.token_stream",
     }
@@ -92,15 +98,26 @@ ENTRIES: Final[dict[str, list[Operation]]] = {
     "EngineClient.drain": [Operation("drain", steps.drain, shielded=True)],
     "EngineClient.aclose": [Operation("close from inside", steps.close_from_inside, shielded=True)],
     "EngineClient.add_lora": [Operation("add_lora", call("add_lora", steps.ADAPTER))],
+    "EngineClient.beam_search": [],  # with the groups of requests, whose rounds it is made of
+    "EngineClient.classify": [Operation("classify", call("classify", [1]))],
     "EngineClient.collective_rpc": [Operation("collective_rpc", call("collective_rpc", "x"))],
     "EngineClient.complete": [Operation("complete", steps.complete)],
+    "EngineClient.embed": [Operation("embed", call("embed", [1]))],
     "EngineClient.encode": [Operation("encode", steps.encode)],
+    "EngineClient.is_tracing_enabled": [
+        Operation("is_tracing_enabled", call("is_tracing_enabled"), immediate=True),
+    ],
+    "EngineClient.notify_kv_transfer_request_rejected": [],  # in the place of an abort, which is no wait
     "EngineClient.pause_generation": [Operation("pause", call("pause_generation", mode="keep"), pauses=True)],
     "EngineClient.paused": [Operation("paused", steps.paused, shielded=True)],
     "EngineClient.pin_lora": [Operation("pin_lora", call("pin_lora", 1))],
+    "EngineClient.rerank": [],  # with its scores
+    "EngineClient.score": [Operation("score", call("score", [1], [[2], [3]]))],
     "EngineClient.remove_lora": [Operation("remove_lora", call("remove_lora", 1))],
     "EngineClient.save_sharded_state": [Operation("save_sharded_state", call("save_sharded_state", "/x"))],
     "EngineClient.sleep": [Operation("sleep", call("sleep", 1, "keep"), pauses=True)],
+    "EngineClient.sleeping": [Operation("sleeping", steps.sleeping, shielded=True)],
+    "EngineClient.tokenize": [Operation("tokenize", call("tokenize", [1]), immediate=True)],
     "EngineClient.submit": [Operation("submit and close", steps.submit_and_close)],
     "EngineClient.update_weight_version": [Operation("update_weight_version", call("update_weight_version", "x"))],
     "EngineClient.wait_dead": [

@@ -9,6 +9,7 @@ import pytest
 
 from anyengine import EngineDeadError, EngineStartupError, RequestOutput, RequestRejected, Status
 from anyengine.cli.rendering import JsonAnswer, StartupProgress, TextAnswer, error_lines
+from anyengine.outputs import PrefillUsage, RequestFacts
 
 
 def output(text: str, finish_reason: str | None = None) -> RequestOutput:
@@ -19,7 +20,7 @@ def output(text: str, finish_reason: str | None = None) -> RequestOutput:
         finish_reason=finish_reason,
         num_prompt_tokens=3,
         num_output_tokens=2,
-        num_cached_tokens=1,
+        facts=RequestFacts(prefill=PrefillUsage(num_cached_tokens=1)),
     )
 
 

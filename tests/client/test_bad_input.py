@@ -12,6 +12,7 @@ import pytest
 from tiny_models import VOCAB_SIZE, make_tiny_model
 
 from anyengine import EmbeddedEngine, EngineClient, EngineStartupError, RequestRejected, SamplingParams
+from anyengine.testing.pytest_plugin import BACKENDS
 
 pytestmark = pytest.mark.anyio
 
@@ -105,6 +106,7 @@ async def test_unbounded_output_stops_at_the_models_length(client: EngineClient)
     assert (outputs[-1].finish_reason, outputs[-1].num_output_tokens) == ("length", MAX_MODEL_LEN - 60)
 
 
+@pytest.mark.parametrize("anyio_backend", [BACKENDS["trio"]], ids=["trio"])  # it is the engine that looks
 async def test_an_unknown_model_says_what_was_tried() -> None:
     with anyio.fail_after(60), pytest.raises(EngineStartupError) as caught:
         async with EngineClient("./no/such/model"):

@@ -138,6 +138,13 @@ async def test_few_beams_keep_what_is_best_at_each_step() -> None:
 
 
 @pytest.mark.feature("R34")
+async def test_the_model_s_length_ends_the_search() -> None:
+    """And not the request that would exceed it: what was found is given."""
+    out = await search(BeamSearchParams(beam_width=1, max_tokens=100, ignore_eos=True))
+    assert (len(PROMPT) + len(out.token_ids), out.finish_reason) == (READY["max_model_len"], "length")
+
+
+@pytest.mark.feature("R34")
 async def test_what_goes_wrong_ends_the_search() -> None:
     with pytest.raises(RequestFailed):
         await search(BeamSearchParams(beam_width=3, max_tokens=4), failing_at=3)

@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
-from anyengine import EngineClient, OverloadedError, PrefillDecodePair, RequestFailed, SamplingParams
+from anyengine import (
+    EngineClient,
+    OverloadedError,
+    PrefillDecodePair,
+    RequestFailed,
+    RequestRejected,
+    SamplingParams,
+)
 from anyengine.testing.scripted import RequestRule, Script, ScriptedTwin, expected_tokens
 
 pytestmark = pytest.mark.anyio
@@ -73,3 +81,13 @@ async def test_an_engine_that_hands_nothing_over() -> None:
                 await PrefillDecodePair(one, other).submit([1])
     assert caught.value.code == "nothing_handed_over"
     assert decode.received("add") == []
+
+
+async def test_embeddings_are_refused_before_anything_is_computed() -> None:
+    """They could not be handed over, and their blocks would stay."""
+    prefill = ScriptedTwin()
+    with anyio.fail_after(30):
+        async with EngineClient(engine=prefill.engine) as one, EngineClient(engine=ScriptedTwin().engine) as other:
+            with pytest.raises(RequestRejected, match="embeddings"):
+                await PrefillDecodePair(one, other).submit(np.zeros((3, 8), np.float32))
+    assert prefill.received("add") == []

@@ -22,6 +22,7 @@ from anyengine import (
     UtilityRejected,
 )
 from anyengine._wire import WireLoRARequest, WireSamplingParams
+from anyengine.testing.pytest_plugin import BACKENDS
 from anyengine.testing.toy_runner import expected_tokens
 
 pytestmark = pytest.mark.anyio
@@ -121,6 +122,7 @@ def model(tmp_path: Path) -> Path:
     return make_tiny_model("qwen2", tmp_path)
 
 
+@pytest.mark.parametrize("anyio_backend", [BACKENDS["trio"]], ids=["trio"])
 async def test_a_low_level_client_knows_the_vocabulary(model: Path) -> None:
     """Of a model whose files are there, text or not."""
     with anyio.fail_after(60):

@@ -11,19 +11,26 @@ import pytest
 from memory_engines import in_loop
 
 from anyengine import (
+    ClientClosedError,
     EngineClient,
     EngineDeadError,
     InputSession,
     OutputKind,
+    OutputProcessingError,
     RequestFailed,
     RequestOutput,
     RequestRejected,
     SamplingParams,
     StreamingInput,
 )
+from anyengine._client.requests.completion import Completion
+from anyengine._wire import EngineCoreOutput, EngineCoreOutputs
+from anyengine.testing.pytest_plugin import BACKENDS
 from anyengine.testing.scripted import Fault, RequestRule, Script, ScriptedTwin, expected_tokens
 
 pytestmark = pytest.mark.anyio
+
+one_loop = pytest.mark.parametrize("anyio_backend", [BACKENDS["trio"]], ids=["trio"])
 
 FOUR = SamplingParams(max_tokens=4)
 
@@ -238,3 +245,165 @@ async def test_our_own_engine_says_that_it_cannot() -> None:
                 await session.send([1])
                 with pytest.raises(RequestFailed, match="resumable"):
                     await anext(session)
+
+
+@one_loop
+@pytest.mark.parametrize("end", ["end", "feed nothing", "leave", "close", "die"])
+async def test_who_waits_for_an_answer_before_the_first_part_hears_of_the_end(end: str) -> None:
+    fault = Fault(do="kill", direction="in", kind="utility", nth=1)
+    outcome: list[object] = []
+
+    async def nothing() -> AsyncIterator[Any]:
+        for part in ():
+            yield part
+
+    async def iterate() -> None:
+        try:
+            outcome.append([item async for item in session])
+        except EngineDeadError as exc:
+            outcome.append(type(exc))
+
+    with anyio.fail_after(30):
+        async with EngineClient(engine=ScriptedTwin(Script(faults=(fault,))).engine) as client:
+            session = client.input_session(FOUR)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(iterate)
+                await anyio.wait_all_tasks_blocked()
+                if end == "end":
+                    session.end()
+                elif end == "feed nothing":
+                    await session.feed(nothing())
+                elif end == "leave":
+                    session.close_nowait()
+                elif end == "close":
+                    await client.aclose()
+                else:
+                    with pytest.raises(EngineDeadError):
+                        await client.is_paused()
+    assert outcome == [{"close": ClientClosedError, "die": EngineDeadError}.get(end, [])]
+
+
+async def test_who_waits_before_the_first_part_gets_its_answer() -> None:
+    items: list[RequestOutput] = []
+
+    async def iterate() -> None:
+        items.extend([item async for item in session])
+
+    with anyio.fail_after(30):
+        async with EngineClient(engine=ScriptedTwin(Script()).engine) as client:
+            async with client.input_session(FOUR) as session, anyio.create_task_group() as tasks:
+                tasks.start_soon(iterate)
+                await anyio.wait_all_tasks_blocked()
+                with pytest.raises(anyio.BusyResourceError):
+                    await anext(session)
+                await session.send([1, 2])
+                session.end()
+            assert ids(items) == expected_tokens([1, 2], 4)
+
+
+def test_making_one_needs_no_loop() -> None:
+    async def talk() -> list[RequestOutput]:
+        async with client, session:
+            await session.send([1, 2])
+            session.end()
+            return [item async for item in session]
+
+    for backend in ("asyncio", "trio"):
+        client = EngineClient(engine=ScriptedTwin(Script()).engine)
+        session = client.input_session(FOUR)
+        assert ids(anyio.run(talk, backend=backend)) == expected_tokens([1, 2], 4)
+    unused = client.input_session(FOUR)
+    unused.end()
+    unused.close_nowait()
+
+
+@one_loop
+@pytest.mark.parametrize("which", ["idle", "one part", "two parts"])
+async def test_a_pause_that_aborts_ends_it(which: str) -> None:
+    """The engine forgets all of it: the parts that wait, and a session that waits for a part."""
+    scripted = ScriptedTwin(Script(step_interval_s=0.001))
+    params = FOUR if which == "idle" else SamplingParams(max_tokens=1900)
+    with anyio.fail_after(30):
+        async with EngineClient(engine=scripted.engine) as client, client.input_session(params) as session:
+            await session.send([1])
+            if which == "two parts":
+                await session.send([2])
+            await (part_of(session) if which == "idle" else anext(session))
+            await client.pause_generation(mode="abort")
+            await client.resume_generation()
+            with pytest.raises(anyio.ClosedResourceError):
+                await session.send([3])
+            reasons = [item.finish_reason async for item in session]
+            assert reasons == ["abort"] * {"idle": 0, "one part": 1, "two parts": 2}[which]
+            assert client.stats().in_flight == 0
+            await client.drain()
+
+
+@one_loop
+@pytest.mark.parametrize("idle", [False, True])
+async def test_a_pause_by_somebody_else_is_an_error(idle: bool) -> None:
+    with anyio.fail_after(30):
+        async with EngineClient(engine=ScriptedTwin(Script(step_interval_s=0.001)).engine) as client:
+            session = client.input_session(FOUR if idle else SamplingParams(max_tokens=1900))
+            await session.send([1])
+            await (part_of(session) if idle else anext(session))
+            await client.core.utility("pause_scheduler", "abort", True)
+            with pytest.raises(RequestFailed, match="nobody asked for here"):
+                while True:
+                    await anext(session)
+            with pytest.raises(RequestFailed, match="nobody asked for here"):
+                await session.send([2])
+            assert client.stats().in_flight == 0
+
+
+@one_loop
+async def test_an_output_between_two_parts_ends_it() -> None:
+    """Nobody asked for it, so nothing that follows can be trusted."""
+    with anyio.fail_after(30):
+        async with EngineClient(engine=ScriptedTwin(Script()).engine) as client:
+            session = client.input_session(FOUR)
+            await session.send([1])
+            await part_of(session)
+            outcome: list[BaseException] = []
+
+            async def iterate() -> None:
+                with pytest.raises(OutputProcessingError, match="behind the answer") as caught:
+                    await anext(session)
+                outcome.append(caught.value)
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(iterate)
+                await anyio.wait_all_tasks_blocked()
+                assert session.wire_id is not None
+                surplus = EngineCoreOutput(session.wire_id, [7])
+                client.core.session.feed.send_nowait(EngineCoreOutputs(engine_index=0, outputs=[surplus]))
+            assert len(outcome) == 1
+            with pytest.raises(OutputProcessingError):
+                await session.send([2])
+            assert client.stats().in_flight == 0
+
+
+@one_loop
+async def test_trouble_with_its_text_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = ScriptedTwin(Script(step_interval_s=0.001))
+    with anyio.fail_after(30):
+        async with EngineClient(engine=scripted.engine) as client:
+            session = client.input_session(SamplingParams(max_tokens=1900), "x")
+            await session.send([1])
+            await session.send([2])
+            await anext(session)
+            with monkeypatch.context() as broken:
+                broken.setattr(Completion, "_detokenize", lambda *_, **__: 1 / 0)
+                broken.setattr(Completion, "_plain", property(lambda _: False), raising=False)
+                with pytest.raises(OutputProcessingError, match="ZeroDivisionError") as caught:
+                    await anext(session)
+            assert caught.value.request_id == "x"
+            assert caught.value.partial is not None and caught.value.partial.token_ids
+            for _ in range(2):
+                with pytest.raises(OutputProcessingError):
+                    await anext(session)
+                with pytest.raises(OutputProcessingError):
+                    await session.send([3])
+            assert client.stats().in_flight == 0
+            await client.drain()
+    assert scripted.received("abort") == [[session.wire_id]]

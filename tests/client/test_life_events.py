@@ -6,6 +6,7 @@ import os
 import signal
 
 import anyio
+import anyio.lowlevel
 import pytest
 from engines import misbehaving, toy
 
@@ -19,9 +20,11 @@ from anyengine import (
     EngineStartupError,
     RankChanged,
     RankState,
+    SamplingParams,
     StateChanged,
     UtilityError,
 )
+from anyengine.testing.scripted import Script, ScriptedTwin, expected_tokens
 
 pytestmark = pytest.mark.anyio
 
@@ -157,3 +160,28 @@ async def test_a_follower_that_is_too_slow_gets_what_is_true_now() -> None:
             assert isinstance(event, CurrentState) and (event.missed, event.state) == (400, ClientState.READY)
             core.life.confirmed(0, RankState.PAUSED)
             assert [in_words(await anext(events)) for _ in range(2)] == ["0 paused", "paused"]
+
+
+@pytest.mark.feature("L30")
+async def test_ready_means_that_requests_are_taken() -> None:
+    """Whoever follows the client uses it the moment it is told, without a turn of the loop in between: a notebook's
+    next line; in a later block as in the first."""
+    client = EngineClient(engine=ScriptedTwin(Script()).engine)
+    params = SamplingParams(max_tokens=2)
+
+    async def own(leave: anyio.Event) -> None:
+        async with client:
+            await leave.wait()
+
+    with anyio.fail_after(30):
+        for _ in range(2):
+            leave = anyio.Event()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(own, leave)
+                while client.state is not ClientState.STARTING:
+                    await anyio.lowlevel.checkpoint()
+                async for event in client.events():
+                    if event.state is ClientState.READY:
+                        break
+                assert (await client.complete([1], params)).token_ids == expected_tokens([1], 2)
+                leave.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import threading
@@ -10,12 +11,17 @@ from typing import Any
 
 import anyio
 import anyio.from_thread
+import anyio.to_thread
 import pytest
 
 from anyengine import ClientClosedError, ClientStatistics, EngineClient, RequestFailed, SamplingParams
+from anyengine._client.inputs.model_files import load_model_files
+from anyengine.testing.pytest_plugin import BACKENDS
 from anyengine.testing.scripted import RequestRule, Script, ScriptedTwin, expected_tokens
 
 pytestmark = pytest.mark.anyio
+
+one_loop = pytest.mark.parametrize("anyio_backend", [BACKENDS["trio"]], ids=["trio"])
 
 LONG = SamplingParams(max_tokens=1900)
 
@@ -201,3 +207,93 @@ async def test_bad_sinks_concern_nobody(caplog: pytest.LogCaptureFixture) -> Non
     assert failures >= 2
     faults = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert len(faults) == 1 and "no such exporter" in str(faults[0].exc_info)
+
+
+@pytest.mark.parametrize("failure", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), StopIteration()])
+async def test_a_sink_may_raise_whatever_it_likes(failure: BaseException) -> None:
+    def raises(_: ClientStatistics) -> None:
+        raise failure
+
+    with anyio.fail_after(30):
+        async with EngineClient(engine=twin().engine, stats_sinks=[raises]) as client:
+            await client.do_log_stats()
+            assert client.statistics()["statistics_failures"] == 1
+            assert (await client.complete([1], SamplingParams(max_tokens=2))).token_ids == expected_tokens([1], 2)
+
+
+async def test_a_log_that_raises_concerns_nobody() -> None:
+    """A filter of the user's: the client's own task goes on, and the sinks are told."""
+    seen: list[ClientStatistics] = []
+
+    def refuses(_: logging.LogRecord) -> bool:
+        raise RuntimeError("no such log")
+
+    def raises(statistics: ClientStatistics) -> None:
+        seen.append(statistics)
+        raise RuntimeError("no such exporter")
+
+    logger = logging.getLogger("anyengine.statistics")
+    logger.addFilter(refuses)
+    formerly, logger.level = logger.level, logging.INFO
+    try:
+        with anyio.fail_after(30):
+            async with EngineClient(engine=twin().engine, stats_interval_s=0.005, stats_sinks=[raises]) as client:
+                while client.statistics()["statistics_failures"] < 3:
+                    await client.complete([1], SamplingParams(max_tokens=2))
+    finally:
+        logger.removeFilter(refuses)
+        logger.level = formerly
+    assert seen
+
+
+@one_loop
+async def test_a_sink_is_called_once_at_a_time_though_nobody_waits_for_it() -> None:
+    """Whoever asked for it has been cancelled, and its thread goes on, also into the next block."""
+    release, begun = threading.Event(), threading.Event()
+    at_it: list[int] = []
+
+    def blocks(_: ClientStatistics) -> None:
+        at_it.append(len(at_it))
+        begun.set()
+        release.wait(30)
+
+    client = EngineClient(engine=twin().engine, stats_sinks=[blocks])
+    try:
+        with anyio.fail_after(30):
+            for _ in range(2):
+                async with client:
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(client.do_log_stats)
+                        if not begun.is_set():
+                            await anyio.to_thread.run_sync(begun.wait)
+                        tasks.cancel_scope.cancel()
+                    await client.do_log_stats()
+                    assert client.statistics()["statistics_failures"] >= 1
+            assert at_it == [0]
+    finally:
+        release.set()
+
+
+@one_loop
+async def test_figures_begin_anew_with_each_block(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "anyengine.statistics")
+    client = EngineClient(engine=twin().engine)
+    with anyio.fail_after(30):
+        for max_tokens in (300, 3):
+            async with client:
+                await client.complete([1], SamplingParams(max_tokens=max_tokens))
+                await client.do_log_stats()
+    assert len(caplog.messages) == 2
+    assert not [message for message in caplog.messages if "throughput -" in message]
+
+
+@one_loop
+async def test_an_interval_shorter_than_the_loading_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def loads(*args: Any, **kwargs: Any) -> Any:
+        await anyio.sleep(0.05)
+        return await load_model_files(*args, **kwargs)
+
+    monkeypatch.setattr("anyengine._client.client.load_model_files", loads)
+    with anyio.fail_after(30):
+        async with EngineClient(engine=twin().engine, stats_interval_s=0.001) as client:
+            assert (await client.complete([1], SamplingParams(max_tokens=2))).token_ids == expected_tokens([1], 2)

@@ -15,6 +15,7 @@ from engines import toy
 from memory_engines import in_loop
 
 from anyengine import EngineClient, RequestStream, SamplingParams, WrongLoopError
+from anyengine.testing.scripted import ScriptedTwin
 from anyengine.testing.toy_runner import expected_tokens
 
 Use = Callable[[EngineClient, RequestStream], Awaitable[Any]]
@@ -121,3 +122,34 @@ def test_successive_runs_of_every_pair_of_backends() -> None:
                 assert anyio.run(main, client, backend=backend, backend_options=options) == expected_tokens([3], 5)
     for backend, options in (*loops, loops[0]):
         assert anyio.run(main, process, backend=backend, backend_options=options) == expected_tokens([3], 5)
+
+
+def test_a_client_of_a_host_loop_beside_a_trio_guest() -> None:
+    """Where trio runs as a guest of asyncio, the thread is in both: which loop it is, is the present task's."""
+
+    async def host() -> None:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[object] = loop.create_future()
+        runs, leave = asyncio.Event(), trio.CancelScope()
+
+        async def guest() -> None:
+            with leave:
+                async with EngineClient(engine=ScriptedTwin().engine) as client:
+                    assert len((await client.complete([2], SamplingParams(max_tokens=3))).token_ids) == 3
+                    runs.set()
+                    await trio.sleep_forever()
+
+        trio.lowlevel.start_guest_run(
+            guest,
+            run_sync_soon_threadsafe=loop.call_soon_threadsafe,
+            done_callback=ended.set_result,
+            host_uses_signal_set_wakeup_fd=True,
+        )
+        with anyio.fail_after(30):
+            await runs.wait()
+            async with EngineClient(engine=ScriptedTwin().engine) as client:
+                assert len((await client.complete([1], SamplingParams(max_tokens=3))).token_ids) == 3
+            leave.cancel()
+            await ended
+
+    asyncio.run(host())

@@ -18,6 +18,7 @@ import anyio
 import pytest
 
 from anyengine import EmbeddedEngine, EngineStartupError, RequestRejected
+from anyengine import outputs as ours
 from anyengine.compat import (
     AsyncEngineArgs,
     AsyncLLM,
@@ -31,6 +32,9 @@ from anyengine.compat import (
     SamplingParams,
     TokensPrompt,
 )
+from anyengine.compat.async_llm import _stop_all
+from anyengine.compat.outputs import Accumulator
+from anyengine.sync.client_thread import ClientThread
 from anyengine.testing.scripted import End, Fault, RequestRule, Script, ScriptedTwin, StartupStage, expected_tokens
 
 pytestmark = [
@@ -120,10 +124,50 @@ async def test_a_slow_consumer_gets_what_has_arrived(engine: AsyncLLM) -> None:
         first = await anext(stream)
         await in_flight(engine, 0)
         assert not await engine.is_paused()  # a fence: all of it has come over
+        assert len(stream._arrivals._accumulator._new) == 1  # in one piece already
         [rest] = await items(stream)
         assert rest.finished
         known = first.outputs[0].token_ids if kind is RequestOutputKind.DELTA else []
         assert known + rest.outputs[0].token_ids == expected_tokens([1], 50)
+
+
+def test_items_are_merged_as_they_come() -> None:
+    """Every field of an item, and of its completions; those that were given out stay as they are."""
+    scores = [[0.5]]
+
+    def piece(token: int, **fields: Any) -> ours.RequestOutput:
+        mask = ours.SamplingMask(((token, token + 1),))
+        details = ours.OutputDetails(sampling_mask=mask, **fields.pop("details", {}))
+        fields |= {"details": details, "cumulative_logprob": -float(token)}
+        return ours.RequestOutput(request_id="r", text=chr(token), token_ids=[token], **fields)
+
+    drafts = ours.SpecDecodeMetrics()
+    ends = {"routed_experts": "experts", "spec_decode_metrics": drafts, "ec_transfer_params": {"a": 1}}
+    pieces = [
+        piece(97, prompt_token_id_logprobs=scores),
+        piece(98),
+        piece(99, details=ends, finish_reason="stop", stop_reason="c"),
+    ]
+    for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE):
+        gathers = kind is RequestOutputKind.CUMULATIVE
+        accumulator = Accumulator(kind, "prompt")
+        accumulator.add(pieces[0])
+        first = accumulator.take()
+        for one in pieces[1:]:
+            accumulator.add(one)
+        item = accumulator.take()
+        assert not accumulator.has_new
+        [begun], [ended] = first.outputs, item.outputs
+        assert (begun.text, begun.token_ids, begun.finish_reason) == ("a", [97], None)
+        assert begun.sampling_mask == ours.SamplingMask(((97, 98),))
+        assert first.prompt_token_id_logprobs is scores
+        assert item.prompt_token_id_logprobs is (scores if gathers else None)
+        tokens = [97, 98, 99] if gathers else [98, 99]
+        assert (ended.text, ended.token_ids) == ("".join(map(chr, tokens)), tokens)
+        assert ended.sampling_mask == ours.SamplingMask(tuple((token, token + 1) for token in tokens))
+        assert (ended.routed_experts, ended.spec_decode_metrics) == ("experts", drafts)
+        assert (ended.finish_reason, ended.stop_reason, ended.cumulative_logprob) == ("stop", "c", -99.0)
+        assert (item.finished, item.ec_transfer_params, item.encoder_prompt) == (True, {"a": 1}, None)
 
 
 async def leave_by_break(stream: OutputStream) -> None:
@@ -256,18 +300,51 @@ def num_client_threads() -> int:
 
 
 async def test_it_ends_with_the_last_reference(twin: ScriptedTwin) -> None:
-    """And so does a request that somebody still waits for: a stream does not keep the engine."""
+    """That of a stream which is not over included: an iteration that has begun goes on, as with vLLM's generators."""
     engine = AsyncLLM(twin.engine)
     gone = weakref.ref(engine)
-    stream = engine.generate([1], ENDLESS, "r")
+    stream = engine.generate([1], SamplingParams(max_tokens=60), "r")
+    left = engine.generate([1], ENDLESS, "left")
+    await anext(left)
     await anext(stream)
     del engine
+    await left.aclose()
+    assert gone() is not None
+    assert (await items(stream))[-1].outputs[0].finish_reason == "length"
     gc.collect()
     assert gone() is None
-    assert (await items(stream))[-1].outputs[0].finish_reason == "abort"
     with anyio.fail_after(30):
         while num_client_threads():  # noqa: ASYNC110 - in another loop
             await anyio.sleep(0.001)
+
+
+async def test_a_stream_that_is_dropped_keeps_nothing(twin: ScriptedTwin) -> None:
+    """Not even from the client's side, where its request is still served."""
+    stream = AsyncLLM(twin.engine).generate([1], ENDLESS, "r")
+    await anext(stream)
+    del stream
+    gc.collect()
+    with anyio.fail_after(30):
+        while num_client_threads():  # noqa: ASYNC110 - in another loop
+            await anyio.sleep(0.001)
+
+
+def test_all_are_stopped_at_the_end_whatever_one_of_them_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = [AsyncLLM(ScriptedTwin(SCRIPT).engine) for _ in range(2)]
+    interrupted: list[ClientThread] = []
+    stop = ClientThread.stop
+
+    def stop_and_be_interrupted(self: ClientThread, *, in_hurry: bool = False) -> None:
+        stop(self, in_hurry=in_hurry)
+        if not interrupted:
+            interrupted.append(self)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ClientThread, "stop", stop_and_be_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _stop_all()
+    assert interrupted
+    assert all(engine._thread.has_ended for engine in engines)
 
 
 async def test_shutdown_ends_what_is_in_flight(twin: ScriptedTwin) -> None:

@@ -145,3 +145,28 @@ def test_a_start_all_of_whose_ranks_are_started_again_meanwhile() -> None:
     assert (life.state, life.is_running) == (ClientState.RESTARTING, True)
     life.back(0)
     assert told == ["starting", "0 restarting", "restarting", "0 ready", "ready"]
+
+
+def test_a_client_that_takes_no_requests_yet_is_starting() -> None:
+    """Its ranks are ready, and may die, before it is."""
+    life, told = lives(0, 1)
+    for _ in range(2):
+        life.hold()
+        if life.state is ClientState.CLOSED:
+            life.begin([0, 1])
+        life.started()
+        assert life.state is ClientState.STARTING and life.is_running
+        life.lost(1, DEATH)
+        assert life.state is ClientState.STARTING
+        assert told == ["starting", "0 ready", "1 ready", "1 dead"]
+        life.opened()
+        life.opened()
+        assert told.pop() == "ready" and life.state is ClientState.READY
+        life.closed()
+        del told[:]
+    life.hold()
+    life.begin([0])
+    life.started()
+    life.died(DEATH)
+    life.opened()
+    assert told == ["starting", "0 ready", "dead"]

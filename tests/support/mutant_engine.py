@@ -224,6 +224,11 @@ def _no_ready() -> None:
     EngineHandshake.ready = lambda self: msgspec.msgpack.encode({"status": "BUSY"})  # type: ignore[method-assign]
 
 
+def _forget_all(core: EngineCore) -> None:
+    for request_id in list(core._live):
+        core._forget(request_id)
+
+
 READY = msgspec.msgpack.encode({"status": "READY", "local": True, "headless": False})
 FAULTS = {
     "": lambda: None,
@@ -245,7 +250,7 @@ FAULTS = {
     "exit code 3": lambda: _end_with(3),
     "last word": _last_word,
     "leaves a child": _leave_a_child,
-    "no last outputs": lambda: setattr(EngineCore, "abort_all", lambda self: None),
+    "no last outputs": lambda: setattr(EngineCore, "abort_all", _forget_all),
     "ignores the end of its host": lambda: setattr(lifeline.Lifeline, "_host_is_gone", lambda self: time.sleep(60)),
 }
 

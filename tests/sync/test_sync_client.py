@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import signal
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from contextvars import ContextVar, copy_context
 from typing import Any
 
@@ -30,6 +33,7 @@ from anyengine import (
     WrongLoopError,
 )
 from anyengine.sync import ClientOptions, SyncEngineClient
+from anyengine.sync.contexts import BlockingContext
 from anyengine.testing import toy_runner
 from anyengine.testing.scripted import End, Fault, RequestRule, Script, ScriptedTwin, StartupStage
 
@@ -343,13 +347,61 @@ def test_an_unknown_backend() -> None:
 def test_a_context_passes_the_bodys_exception_through(backend: dict[str, Any]) -> None:
     """And resumes in every case, KeyboardInterrupt included; what entering raises is raised."""
     with SyncEngineClient(engine=ScriptedTwin().engine, **backend) as client:
-        for kind in (ZeroDivisionError, KeyboardInterrupt):
+        for kind in (ZeroDivisionError, KeyboardInterrupt, StopIteration, StopAsyncIteration):
             with pytest.raises(kind), client.paused():
                 assert client.is_paused()
                 raise kind
             assert not client.is_paused()
         with pytest.raises(ValueError, match="mode"), client.paused("never"):  # type: ignore[arg-type]
             pass
+
+
+@backends
+@pytest.mark.parametrize("late", [False, True])
+def test_a_signal_while_a_context_is_entered_leaves_it(backend: dict[str, Any], late: bool) -> None:
+    """Even one whose handler is still at work when it has been entered."""
+    main, entered, left = threading.get_ident(), threading.Event(), threading.Event()
+
+    @asynccontextmanager
+    async def context() -> AsyncIterator[None]:
+        signal.pthread_kill(main, signal.SIGUSR1)
+        try:
+            if not late:
+                await anyio.sleep_forever()
+            entered.set()
+            yield
+        finally:
+            left.set()
+
+    with SyncEngineClient(engine=ScriptedTwin().engine, **backend) as client:
+
+        def handle(*_: object) -> None:
+            if late:
+                assert entered.wait(30)
+                client.statistics()  # a fence: whoever entered has been told
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGUSR1, handle)
+        try:
+            with pytest.raises(KeyboardInterrupt), BlockingContext(client._running(), context()):
+                raise AssertionError("the body was run")
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert left.wait(30)
+
+
+def test_a_cancellation_that_func_makes_itself_is_its_callers_alone() -> None:
+    """asyncio's tasks raise it natively; the client goes on."""
+
+    async def waits_for_a_cancelled_task(client: EngineClient) -> None:
+        task = asyncio.ensure_future(asyncio.sleep(60))
+        task.cancel()
+        await task
+
+    with SyncEngineClient(engine=ScriptedTwin().engine, backend="asyncio") as client:
+        with pytest.raises(asyncio.CancelledError):
+            client.run(waits_for_a_cancelled_task)
+        assert len(client.complete([1], FOUR).token_ids) == 4
 
 
 def test_death_with_cancel_closes_the_client_and_is_raised_at_the_end() -> None:

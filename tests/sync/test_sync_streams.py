@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anyio
@@ -16,12 +18,14 @@ from test_sync_client import ENDLESS, FOUR
 
 from anyengine import (
     ClientState,
+    EngineAsleepError,
     OutputKind,
     OverloadedError,
     RequestFailed,
     RequestRejected,
     RequestTimeout,
     SamplingParams,
+    WrongLoopError,
 )
 from anyengine.sync import SyncEngineClient, SyncRequestStream
 from anyengine.testing.scripted import RequestRule, Script, ScriptedTwin, StartupStage, expected_tokens
@@ -188,6 +192,42 @@ def test_errors_come_again_with_every_call(backend: str) -> None:
             next(client.generate([1], FOUR))
 
 
+@pytest.mark.parametrize("ask", [next, SyncRequestStream.final])
+def test_a_refused_caller_leaves_the_stream_as_it_is(ask: Callable[[SyncRequestStream], object]) -> None:
+    """Leaving it still aborts it."""
+    twin = slow()
+    with SyncEngineClient(engine=twin.engine) as client:
+
+        async def in_a_running_loop(stream: SyncRequestStream) -> None:
+            with pytest.raises(WrongLoopError):
+                ask(stream)
+
+        for leave in (SyncRequestStream.close, lambda stream: None):
+            stream = client.submit([1], ENDLESS)
+            anyio.run(in_a_running_loop, stream)
+            leave(stream)
+            del stream
+            until(lambda: client.statistics()["requests_in_flight"] == 0)
+        client.ping()
+        assert len(twin.received("abort")) == 2
+
+
+def test_a_refusal_is_the_end_of_the_stream(backend: str) -> None:
+    """As in the asynchronous client: when there is room again, another stream must be made."""
+    twin = slow()
+    with SyncEngineClient(engine=twin.engine, backend=backend) as client:  # type: ignore[arg-type]
+        client.pause_generation()
+        stream = client.generate([1], ENDLESS)
+        with pytest.raises(EngineAsleepError):
+            next(stream)
+        client.resume_generation()
+        for ask in (next, SyncRequestStream.final):
+            with pytest.raises(EngineAsleepError):
+                ask(stream)
+        client.ping()
+        assert twin.received("add") == []
+
+
 def test_aborting_ends_a_stream_that_another_thread_waits_for(backend: str) -> None:
     """By label, by stream, and by the stream itself: it gets a last item. Two threads cannot wait for one stream."""
     twin = slow(requests=(RequestRule(first_token=77, silent=True),))
@@ -211,6 +251,62 @@ def test_aborting_ends_a_stream_that_another_thread_waits_for(backend: str) -> N
             ask(stream)
             waiter.join(30)
             assert reasons in (["abort"], []), reasons  # closed: the end, and nothing before it
+            assert client.statistics()["requests_in_flight"] == 0
+
+
+@pytest.mark.parametrize("kind", ["stream", "group", "session"])
+def test_blocks_can_be_left_while_the_loop_ends(kind: str) -> None:
+    """As after its end: the loop takes no call any more, and has not ended."""
+    client = SyncEngineClient(engine=slow().engine, backend="asyncio", drain_timeout_s=0)
+    running, release = threading.Event(), threading.Event()
+
+    def work() -> None:
+        block: Any = {
+            "stream": lambda: client.generate([1], ENDLESS),
+            "group": lambda: client.generate_many([[1], [2]], ENDLESS),
+            "session": lambda: client.input_session(ENDLESS),
+        }[kind]()
+        with block:
+            if kind == "session":
+                block.send([1])
+            if kind == "stream":
+                next(block)
+            running.set()
+            until(lambda: client._running()._takes_no_calls)
+
+    async def delay_the_end(_: Any) -> None:
+        asyncio.get_running_loop().run_in_executor(None, release.wait, 30)
+
+    def let_it_end() -> None:
+        until(lambda: client._running()._takes_no_calls and client._running()._pending)
+        release.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        with client:
+            client.run(delay_the_end)
+            worker = pool.submit(work)
+            assert running.wait(30)
+            pool.submit(let_it_end)
+        worker.result(30)
+
+
+def test_views_go_on_after_an_exception(backend: str) -> None:
+    """As the stream does: the same error again, and no token is lost to a signal handler's exception."""
+    twin = slow(
+        requests=(RequestRule(first_token=66, finish="error", after_tokens=2), RequestRule(first_token=77, silent=True))
+    )
+    with SyncEngineClient(engine=twin.engine, backend=backend) as client:  # type: ignore[arg-type]
+        for view_of in (SyncRequestStream.token_stream, SyncRequestStream.text_stream):
+            view: Any = view_of(client.generate([66], FOUR))
+            for _ in range(2):
+                with pytest.raises(RequestFailed):
+                    list(view)
+        with client.generate([77], FOUR) as stream:
+            tokens = stream.token_stream()
+            with interrupted_when(stream._turn.locked):
+                next(tokens)
+            stream.abort()
+            assert list(tokens) == []
             assert client.statistics()["requests_in_flight"] == 0
 
 

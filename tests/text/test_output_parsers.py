@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -165,3 +166,19 @@ def test_nothing_fails_and_nothing_depends_on_the_cuts(
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert in_pieces(make(), pieces) == in_pieces(make(), list(text)) == parse_output(make(), text)
+
+
+def test_a_character_costs_the_same_however_long_the_text_is() -> None:
+    """Ten times the text, in calls of Python and in time of the processor: about ten times the work."""
+
+    def cost_s(num_pieces: int) -> float:
+        parser = JsonToolParser()
+        began_s = time.process_time()
+        parser.push('{"result": "')
+        for _ in range(num_pieces):
+            parser.push("a" * 100)
+        parser.finish()
+        return time.process_time() - began_s
+
+    few, many = min(cost_s(200) for _ in range(3)), min(cost_s(2000) for _ in range(3))
+    assert many < 30 * few  # 100 times, were each piece to copy what came before it

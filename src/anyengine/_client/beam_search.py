@@ -44,7 +44,9 @@ async def search_beams(
     )
     others: Any = {name: value for name, value in fields.items() if name not in ("tokenization_kwargs", "prompt_text")}
     beams = Beams(params, prepared, builder.eos_token_id)
-    for _ in range(params.max_tokens):
+    room = builder.limits.max_model_len - len(prepared)
+    num_steps = min(params.max_tokens, max(room, 1))  # of a prompt without room, the first step says so
+    for _ in range(num_steps):
         prompts = [[*prepared, *beam.token_ids] for beam in beams.running]
         rows: list[Any] = [None] * len(prompts)
         async with client.generate_many(prompts, step, request_id=label, **others) as group:
@@ -62,15 +64,22 @@ async def search_beams(
         prompt_token_ids=tuple(prepared),
         num_prompt_tokens=len(prepared),
     )
-    first, *rest = [_output(builder, params, label, facts, index, beam) for index, beam in enumerate(beams.best())]
+    best = enumerate(beams.best())
+    first, *rest = [_output(builder, params, label, facts, index, beam, num_steps) for index, beam in best]
     return replace(first, others=tuple(rest))
 
 
 def _output(
-    builder: RequestBuilder, params: BeamSearchParams, label: str, facts: RequestFacts, index: int, beam: Beam
+    builder: RequestBuilder,
+    params: BeamSearchParams,
+    label: str,
+    facts: RequestFacts,
+    index: int,
+    beam: Beam,
+    num_steps: int,
 ) -> RequestOutput:
     shown = beam.token_ids[:-1] if beam.ends_with_eos else beam.token_ids
-    finished = beam.has_ended or len(beam.token_ids) >= params.max_tokens
+    finished = beam.has_ended or len(beam.token_ids) >= num_steps
     return RequestOutput(
         request_id=label,
         index=index,

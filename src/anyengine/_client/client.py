@@ -147,6 +147,9 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
 
     @asynccontextmanager
     async def _open(self) -> AsyncIterator[None]:
+        self._desk = None
+        self._reports.begin()
+        self._core.life.hold()  # whoever follows it may use the client the moment it is told to be ready
         async with self._core:
             session = self._core.session
             session.in_order = True
@@ -156,9 +159,10 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
                     session.tasks.start_soon(desk.feed_streams)
                     session.tasks.start_soon(session.own, desk.abort_dropped)
                     session.tasks.start_soon(session.own, desk.deadlines.run)
-                    session.tasks.start_soon(session.own, self._reports.run)
                     files = await load_model_files(self._core.model_dir, text=not self._core.skips_text)
                     desk.open(RequestBuilder(files, common_limits(session), wire_id_prefix=os.urandom(4).hex()))
+                    session.tasks.start_soon(session.own, self._reports.run)
+                    self._core.life.opened()
                     yield
                     await session.closing.drain()
                 finally:

@@ -11,13 +11,13 @@ from typing import Any, Final, Unpack
 
 from msgspec.structs import replace
 
-from anyengine._rules import given
+from anyengine._rules import given, reject
 from anyengine.exceptions import EngineError, RequestFailed
 from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind, SamplingParams
 
 from .client import EngineClient
-from .inputs.prompts import Prompt
+from .inputs.prompts import Prompt, is_embeddings
 from .inputs.request_fields import GenerateOptions
 from .requests.stream import RequestStream
 
@@ -49,10 +49,13 @@ class PrefillDecodePair:
 
         Raises:
             RequestFailed: the prefill engine has handed nothing over, or one of them failed the request.
-            RequestRejected, OverloadedError, EngineAsleepError, EngineDeadError: see :meth:`EngineClient.submit`.
+            RequestRejected, OverloadedError, EngineAsleepError, EngineDeadError: see :meth:`EngineClient.submit`; and
+                ``prompt`` is embeddings.
 
         Cancellation: nothing is left in either engine; the prefill engine is told that nobody comes for the blocks.
         """
+        if is_embeddings(prompt):
+            reject("prompt", "embeddings", "cannot be handed over", "give text or token ids")
         params = given("sampling_params", sampling_params, SamplingParams)
         first = _with(
             params, _REMOTE_DECODE, n=1, max_tokens=1, min_tokens=0, stop=(), output_kind=OutputKind.FINAL_ONLY
@@ -70,7 +73,7 @@ class PrefillDecodePair:
             return await self.decode.submit(computed.prompt_token_ids, _with(params, handed), **options)
         except BaseException:  # cancelled, too: blocks that nobody fetches would stay
             with suppress(EngineError):
-                await self._take_back(computed)
+                await self._take_back(computed)  # noqa: ASYNC102 - it waits for nothing
             raise
 
     async def complete(

@@ -182,7 +182,13 @@ class EngineOperations:
     async def _wake_at_last(self) -> None:
         # Shielded: an engine that stays asleep hangs everybody. Bounded: a hung engine must not hang us as well.
         with anyio.move_on_after(_RESUME_LIMIT_S, shield=True) as limit:
-            await self.wake_up()
+            was_closed = self._open_admission()  # what is sent from now on is behind the call, whoever hears its answer
+            try:
+                await self._call("wake_up", None, ranks=self._caller.ranks)
+            except UtilityError:
+                if was_closed:
+                    self._close_admission("asleep", ends_requests=False)
+                raise
         if limit.cancelled_caught:
             raise UtilityTimeout(
                 f"the engine was told to wake up and has not answered for {_RESUME_LIMIT_S:g} s: it may still do so; "

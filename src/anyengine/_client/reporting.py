@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import TypeAlias
 
@@ -117,8 +118,36 @@ def _of_rank(session: Session, rank: int, in_flight: int, totals: RankTotals) ->
     )
 
 
+class _Sink:
+    """A function that is told, and whether it is at it: a thread that was left alone may be, after its session.
+
+    Invariant: it is called once at a time. Whoever calls it says so, and the thread that has done it says so, too.
+    """
+
+    __slots__ = ("has_failed", "is_busy", "tell")
+
+    def __init__(self, tell: StatisticsSink) -> None:
+        self.tell = tell
+        self.is_busy = False
+        self.has_failed = False
+
+    def work(self, statistics: ClientStatistics, unclaimed: list[None]) -> BaseException | None:
+        """Runs in a worker thread, unless nobody waited before it could begin; what the function raised."""
+        try:
+            unclaimed.pop()
+        except IndexError:
+            return None
+        try:
+            self.tell(statistics)
+        except BaseException as exc:  # noqa: BLE001 - rule 5: sys.exit() in a sink is the sink's own trouble, too
+            return exc
+        finally:
+            self.is_busy = False
+        return None
+
+
 class Reports:
-    """The log line and the sinks of one session. Owning task: the one that runs :meth:`run`."""
+    """The log line and the sinks of one client. Owning task: the one that runs :meth:`run`. Lifetime: the client's."""
 
     def __init__(
         self, take: Callable[[], ClientStatistics], sinks: Sequence[StatisticsSink], interval_s: float | None
@@ -126,15 +155,17 @@ class Reports:
         if interval_s is not None and not 0 < interval_s < math.inf:
             raise ValueError(f"stats_interval_s={interval_s!r} must be a number of seconds above 0, or None for never")
         self._take = take
-        self._sinks = tuple(sinks)
+        self._sinks = [_Sink(sink) for sink in sinks]
         self._interval_s = interval_s
-        self._busy = [False] * len(self._sinks)
-        self._failed = [False] * len(self._sinks)
+        self.begin()
+
+    def begin(self) -> None:
+        """A session begins, whose figures start at nothing; it may be on another event loop than the last one."""
         self._threads = anyio.CapacityLimiter(max(len(self._sinks), 1))
         self._latest: ClientStatistics | None = None
         self._was_idle = True
         self.failures: int = 0
-        """How often a sink has raised, or was still at its former figures when the next ones came."""
+        """How often a sink or the log has raised, or a sink was still at its former figures when the next ones came."""
 
     async def run(self) -> None:
         """Report at every interval; ends at once if there is none."""
@@ -143,40 +174,55 @@ class Reports:
         async with anyio.create_task_group() as calls:  # a sink that blocks holds up neither the log nor the others
             while True:
                 await anyio.sleep(self._interval_s)
-                for number, statistics in self._due():
-                    calls.start_soon(self._call, number, statistics)
+                statistics = self._next()
+                for sink in self._sinks:
+                    calls.start_soon(self._call, sink, statistics)
 
     async def flush(self) -> None:
         """Report now; returns when the sinks have had it."""
+        statistics = self._next()
         async with anyio.create_task_group() as calls:
-            for number, statistics in self._due():
-                calls.start_soon(self._call, number, statistics)
+            for sink in self._sinks:
+                calls.start_soon(self._call, sink, statistics)
 
-    def _due(self) -> list[tuple[int, ClientStatistics]]:
-        """Write the line, if it says something; the sinks that are free, with what they are to be told."""
+    def _next(self) -> ClientStatistics:
+        """The figures for the sinks; writes the line, if it says something."""
         statistics = self._take()
         ended_before = 0 if self._latest is None else self._latest.ended
         is_idle = statistics.in_flight == statistics.waiting == 0 and statistics.ended == ended_before
         if not (is_idle and self._was_idle):
-            _log(statistics, self._latest)
+            try:
+                _log(statistics, self._latest)
+            except Exception:  # noqa: BLE001 - rule 5: a filter of the log is the user's; there is no log to tell it
+                self.failures += 1
         self._latest, self._was_idle = statistics, is_idle
-        self.failures += sum(self._busy)
-        return [(number, statistics) for number, busy in enumerate(self._busy) if not busy]
+        return statistics
 
-    async def _call(self, number: int, statistics: ClientStatistics) -> None:
-        self._busy[number] = True
-        try:
-            await anyio.to_thread.run_sync(
-                self._sinks[number], statistics, abandon_on_cancel=True, limiter=self._threads
-            )
-        except Exception:
-            # Whatever it is, it is the sink's own trouble (rule 5).
+    async def _call(self, sink: _Sink, statistics: ClientStatistics) -> None:
+        if sink.is_busy:
             self.failures += 1
-            if not self._failed[number]:
-                _logger.exception("the statistics sink %r failed; later failures are only counted", self._sinks[number])
-            self._failed[number] = True
+            return
+        sink.is_busy, unclaimed = True, [None]
+        try:
+            failure = await anyio.to_thread.run_sync(
+                sink.work, statistics, unclaimed, abandon_on_cancel=True, limiter=self._threads
+            )
         finally:
-            self._busy[number] = False
+            if unclaimed:  # cancelled before its thread has begun, which it will not do any more
+                with suppress(IndexError):  # unless it has just now
+                    unclaimed.pop()
+                    sink.is_busy = False
+        if failure is not None:
+            self._note_failure(sink, failure)
+
+    def _note_failure(self, sink: _Sink, failure: BaseException) -> None:
+        self.failures += 1
+        if sink.has_failed:
+            return
+        sink.has_failed = True
+        with suppress(Exception):  # rule 5: a filter of the log is the user's, and raises what it likes
+            what = "the statistics sink %r failed; later failures are only counted"
+            _logger.error(what, sink.tell, exc_info=failure)
 
 
 def _log(statistics: ClientStatistics, former: ClientStatistics | None) -> None:

@@ -174,8 +174,7 @@ class RequestControl:
         ranks = session.connection.rota.serving or session.restarts.pending  # the call goes to the first that is back
         desk.admission.close(partial(_asleep, engine_is), ranks=ranks)
         if ends_requests:
-            for state in desk.live():
-                state.abort_expected = True
+            desk.expect_aborts()
         return was_open
 
     def _open_admission(self) -> bool:

@@ -31,6 +31,7 @@ class Life:
     def __init__(self, publish: Callable[[ClientEvent], None]) -> None:
         self._publish = publish
         self._started = False
+        self._is_held = False
         self._confirmed: dict[int, RankState] = {}  # what a rank said before all were ready
         self.state: ClientState = ClientState.CREATED
         self.ranks: MappingProxyType[int, RankState] = MappingProxyType({})
@@ -47,6 +48,16 @@ class Life:
         return CurrentState(state=self.state, ranks=self.ranks, cause=self.cause, missed=missed)
 
     # ----------------------------------------------------------------- the client
+
+    def hold(self) -> None:
+        """Let the next block be starting until :meth:`opened`, although its ranks are ready: it takes no requests."""
+        self._is_held = True
+
+    def opened(self) -> None:
+        """Requests are taken: what was held back is told."""
+        self._is_held = False
+        if self._started and self.state is ClientState.STARTING and (derived := self._derived()) is not self.state:
+            self._enter(derived)
 
     def begin(self, ranks: Iterable[int]) -> None:
         """A block is entered, with these ranks.
@@ -146,7 +157,7 @@ class Life:
     def _derived(self) -> ClientState:
         """What the client is in, by its ranks."""
         states = set(self.ranks.values())
-        if not self._started or RankState.STARTING in states:
+        if not self._started or self._is_held or RankState.STARTING in states:
             return ClientState.STARTING
         living = states.intersection(_CONFIRMED)
         if not living:  # with nothing to hope for, its death is about to be told

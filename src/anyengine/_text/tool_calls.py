@@ -18,21 +18,27 @@ _ARGUMENTS: Final = ("arguments", "parameters")
 class CallScanner:
     """One object with a ``name`` and ``arguments`` (or ``parameters``), in any order, among other keys.
 
-    Invariant: the state depends on the characters taken, and not on how they came.
+    Invariant: the state depends on the characters taken, and not on how they came. What grows is kept in lists: a
+    character costs the same however many have come before it.
     """
 
     def __init__(self) -> None:
-        self.raw = ""
-        """Everything that was taken, as long as it is no call."""
+        self._raw: list[str] = []
         self.is_open = True
         self.is_broken = False
         self.was_named = False
         self._state = "start"
-        self._key = self._value = ""
+        self._key = ""
+        self._value: list[str] = []
         self._depth = 0
         self._quoted = self._escaped = False
-        self._early = ""  # arguments that came before the name
+        self._early: list[str] = []  # arguments that came before the name
         self._out: list[tuple[str | None, str]] = []
+
+    @property
+    def raw(self) -> str:
+        """Everything that was taken, as long as it is no call."""
+        return "".join(self._raw)
 
     def takes_more(self) -> bool:
         """Whether its end has not been taken."""
@@ -44,7 +50,7 @@ class CallScanner:
             if not self.is_open:
                 return text[position:]
             if not self.was_named:
-                self.raw += char
+                self._raw.append(char)
             self._take(char)
         return ""
 
@@ -67,7 +73,7 @@ class CallScanner:
             case "start" if char == "{":
                 self._state = "first key"
             case "first key" | "next key" if char == '"':
-                self._state, self._value, self._quoted = "key", char, True
+                self._state, self._value, self._quoted = "key", [char], True
             case "colon" if char == ":":
                 self._state = "value"
             case "value" if char not in ",:}]":
@@ -80,7 +86,7 @@ class CallScanner:
                 self.is_open, self.is_broken = False, True
 
     def _begin_value(self, char: str) -> None:
-        self._value, self._depth, self._quoted = "", 0, False
+        self._value, self._depth, self._quoted = [], 0, False
         if char == '"':
             self._state, self._quoted = "string", True
             self._add(char)
@@ -112,24 +118,25 @@ class CallScanner:
 
     def _add(self, char: str) -> None:
         if self._state == "key" or self._key not in _ARGUMENTS:
-            self._value += char
+            self._value.append(char)
         elif self.was_named:
             self._out.append((None, char))
         else:
-            self._early += char
+            self._early.append(char)
 
     def _end_value(self) -> None:
         if self._state == "key":
-            self._state, self._key = "colon", _text_of(self._value) or ""
+            self._state, self._key = "colon", _text_of("".join(self._value)) or ""
             return
         self._state = "behind"
         if self._key == "name" and not self.was_named:
-            name = _text_of(self._value)
+            name = _text_of("".join(self._value))
             if name is None:
                 self.is_open, self.is_broken = False, True
             else:
-                self.was_named, self.raw = True, ""
-                self._out.append((name, self._early))
+                self.was_named = True
+                self._raw.clear()
+                self._out.append((name, "".join(self._early)))
         self._key = ""
 
     def _end(self) -> None:
@@ -141,8 +148,7 @@ class JsonCallScanner:
     """One object, or an array of them."""
 
     def __init__(self) -> None:
-        self.raw = ""
-        """Everything that was taken, as long as there is no call."""
+        self._raw: list[str] = []
         self.is_broken = False
         self.num_calls = 0
         self._state = "start"
@@ -150,24 +156,30 @@ class JsonCallScanner:
         self._call = CallScanner()
         self._out: list[tuple[int, str | None, str]] = []
 
+    @property
+    def raw(self) -> str:
+        """Everything that was taken, as long as there is no call."""
+        return "".join(self._raw)
+
     def push(self, text: str) -> str:
         """Take ``text``, all of it unless it turns out to be no call: then what is behind."""
         for position, char in enumerate(text):
             if self.is_broken:
                 return text[position:]
             if not self.num_calls:
-                self.raw += char
+                self._raw.append(char)
             self._take(char)
         return ""
 
     def take(self) -> list[tuple[int, str | None, str]]:
         """What has come since the last call: the number of a call, its name, and pieces of its arguments."""
         out, self._out = self._out, []
-        joined: dict[int, tuple[str | None, str]] = {}
+        names: dict[int, str | None] = {}
+        pieces: dict[int, list[str]] = {}
         for index, name, piece in out:
-            known, before = joined.get(index, (None, ""))
-            joined[index] = (known if name is None else name, before + piece)
-        return [(index, name, piece) for index, (name, piece) in joined.items()]
+            names[index] = names.get(index) if name is None else name
+            pieces.setdefault(index, []).append(piece)
+        return [(index, name, "".join(pieces[index])) for index, name in names.items()]
 
     def _take(self, char: str) -> None:
         match self._state:
@@ -197,7 +209,7 @@ class JsonCallScanner:
         self._out += [(index, name, piece) for name, piece in call.take()]
         if call.was_named and not was_named:
             self.num_calls += 1
-            self.raw = ""
+            self._raw.clear()
         if not call.is_open:
             if call.is_broken and not call.was_named and not self.num_calls:
                 self.is_broken = True

@@ -25,6 +25,8 @@ import msgspec
 from anyengine._text import Tokenizer
 from anyengine.testing.scripted import RequestRule, Script
 
+from .line_driven import Contestant, ended_at_last
+
 __all__ = [
     "VLLM",
     "VLLM_WITH_STATS",
@@ -113,7 +115,7 @@ def measure_clients(bench: ClientBench, progress: Callable[[str], None]) -> list
     with contextlib.ExitStack() as stack:
         script = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="anyengine-bench-"))) / "script.json"
         script.write_bytes(msgspec.json.encode(bench.script()))
-        running: dict[tuple[str, str], _Contestant] = {}
+        running: dict[tuple[str, str], Contestant] = {}
         for (name, loop), command in bench.contestants().items():
             progress(f"starting {name} on {loop}")
             running[name, loop] = stack.enter_context(_started(f"{name} on {loop}", command, script))
@@ -150,37 +152,15 @@ def _medians(name: str, loop: str, rounds: Sequence[dict[str, Any]]) -> ClientMe
     )
 
 
-class _Contestant:
-    """A running front end, and the mock engine behind it."""
-
-    def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
-        self.name = name
-        self._process = process
-
-    def ask(self, task: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None, "it has a pipe"
-        self._process.stdin.write(json.dumps(task) + "\n")
-        self._process.stdin.flush()
-        return self.read()
-
-    def read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None, "it has a pipe"
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.name} ended with {self._process.wait()}; see its messages above")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
 @contextlib.contextmanager
-def _started(name: str, command: Sequence[str], script: Path) -> Iterator[_Contestant]:
+def _started(name: str, command: Sequence[str], script: Path) -> Iterator[Contestant]:
     port = _free_port()
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     mock = [sys.executable, "-m", "anyengine.cli", "mock", "-q", "--handshake", f"tcp://127.0.0.1:{port}"]
     theirs = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with contextlib.ExitStack() as stack:
         front_end = stack.enter_context(
-            _ended(
+            ended_at_last(
                 subprocess.Popen(
                     [*command, str(port)],
                     stdin=subprocess.PIPE,
@@ -191,28 +171,8 @@ def _started(name: str, command: Sequence[str], script: Path) -> Iterator[_Conte
             )
         )
         engine = subprocess.Popen([*mock, "--script", str(script)], stdin=subprocess.DEVNULL, env=environment)
-        stack.enter_context(_ended(engine))
-        contestant = _Contestant(name, front_end)
-        contestant.read()
-        yield contestant
-
-
-@contextlib.contextmanager
-def _ended(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
-    try:
-        yield process
-    finally:
-        if process.stdin is None:
-            process.terminate()
-        else:
-            process.stdin.close()  # no more lines: it ends
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+        stack.enter_context(ended_at_last(engine))
+        yield Contestant(name, front_end)
 
 
 def _free_port() -> int:

@@ -15,7 +15,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
+
+from .line_driven import Contestant, ended_at_last
 
 __all__ = ["EngineBench", "Measurement", "as_json", "measure", "table_lines"]
 
@@ -73,7 +75,7 @@ def measure(bench: EngineBench, progress: IO[str]) -> list[Measurement]:
     found: list[Measurement] = []
     for dtype in bench.dtypes:
         with contextlib.ExitStack() as stack:
-            running: dict[str, _Contestant] = {}
+            running: dict[str, Contestant] = {}
             for name, command in bench.contestants().items():
                 progress.write(f"loading {name}, {dtype}\n")
                 tail = ["continuous"] if name.endswith("continuous") else []
@@ -84,7 +86,7 @@ def measure(bench: EngineBench, progress: IO[str]) -> list[Measurement]:
 
 
 def _measure(
-    bench: EngineBench, dtype: str, running: dict[str, _Contestant], progress: IO[str]
+    bench: EngineBench, dtype: str, running: dict[str, Contestant], progress: IO[str]
 ) -> Iterator[Measurement]:
     task = {"input_tokens": bench.input_tokens, "output_tokens": bench.output_tokens}
     for contestant in running.values():  # warm-up
@@ -106,47 +108,14 @@ def _measure(
             yield Measurement(name, dtype, num_seqs, rate, cpu_s, walls_s)
 
 
-class _Contestant:
-    """A running script."""
-
-    def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
-        self.name = name
-        self._process = process
-        self.facts: dict[str, Any] = self._read()
-
-    def ask(self, task: dict[str, Any]) -> dict[str, float]:
-        assert self._process.stdin is not None, "it has a pipe"
-        self._process.stdin.write(json.dumps(task) + "\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None, "it has a pipe"
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.name} ended with {self._process.wait()}; see its messages above")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
 @contextlib.contextmanager
-def _started(name: str, arguments: Sequence[str]) -> Iterator[_Contestant]:
+def _started(name: str, arguments: Sequence[str]) -> Iterator[Contestant]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2])])}
     if name == "vllm":
         environment.pop("PYTHONPATH")
     process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    try:
-        yield _Contestant(name, process)
-    finally:
-        assert process.stdin is not None, "it has a pipe"
-        process.stdin.close()  # no more lines: it ends
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        assert process.stdout is not None, "it has a pipe"
-        process.stdout.close()
+    with ended_at_last(process):
+        yield Contestant(name, process)
 
 
 def table_lines(found: Sequence[Measurement]) -> list[str]:

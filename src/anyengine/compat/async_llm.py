@@ -38,8 +38,16 @@ _running: set[ClientThread] = set()
 @atexit.register
 def _stop_all() -> None:
     """The interpreter ends: so do the engines, in order."""
-    for thread in list(_running):
-        thread.stop(in_hurry=True)
+    threads, failures = list(_running), list[BaseException]()
+    for thread in threads:
+        thread.leave_soon()
+    for thread in threads:
+        try:
+            thread.stop(in_hurry=True)
+        except BaseException as exc:  # noqa: ASYNC103, BLE001 - raised below, when all have ended
+            failures.append(exc)
+    if failures:
+        raise failures[0] if len(failures) == 1 else BaseExceptionGroup("engines have ended with errors", failures)
 
 
 class AsyncLLM:
@@ -124,7 +132,8 @@ class AsyncLLM:
             "reasoning_ended": reasoning_ended,
             "reasoning_parser_kwargs": reasoning_parser_kwargs,
         }
-        return OutputStream(self._thread, given, prompt_text if text is None else text, sampling_params, options)
+        text = prompt_text if text is None else text
+        return OutputStream(self._thread, given, text, sampling_params, options, owner=self)
 
     def encode(
         self,

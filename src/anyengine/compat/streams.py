@@ -6,9 +6,9 @@ fence here, too, and what came before it has been handed over.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from threading import Lock
 from typing import Any, Self
 
 import anyio
@@ -30,17 +30,27 @@ __all__ = ["OutputStream", "PoolingStream"]
 class _Arrivals:
     """What has come of one request, on its way between the loops: filled in the client's, emptied in the caller's.
 
-    The caller sets ``bell`` before it looks whether there is something, and the client puts it there before it looks at
-    ``bell``: one of them sees the other.
+    It is one item, which grows until it is taken: a slow consumer costs no more than what it gets. The caller sets
+    ``bell`` before it looks whether there is something, and the client puts it there before it looks at ``bell``: one
+    of them sees the other.
     """
 
-    def __init__(self) -> None:
-        self.items: deque[outputs.RequestOutput] = deque()
+    def __init__(self, accumulator: Accumulator) -> None:
+        self._accumulator = accumulator
+        self._lock = Lock()  # for what neither waits nor calls anybody
         self.bell: Callable[[], None] | None = None
 
-    def put(self, item: outputs.RequestOutput) -> None:
-        self.items.append(item)
+    def any(self) -> bool:
+        return self._accumulator.has_new
+
+    def put(self, output: outputs.RequestOutput) -> None:
+        with self._lock:
+            self._accumulator.add(output)
         self.ring()
+
+    def take(self) -> RequestOutput:
+        with self._lock:
+            return self._accumulator.take()
 
     def ring(self, _: Any = None) -> None:
         if (bell := self.bell) is not None:
@@ -48,7 +58,8 @@ class _Arrivals:
 
 
 class OutputStream:
-    """The items of one request. Inert until it is iterated for the first time; one task iterates.
+    """The items of one request. Inert until it is iterated for the first time; one task iterates. While it is not over
+    it keeps ``owner``, whose end is the engine's; the client's side of it does not.
 
     Leaving it aborts the request: :meth:`aclose`, cancellation of the iteration, or the last reference to it (after
     ``break``, say).
@@ -63,14 +74,15 @@ class OutputStream:
         prompt_text: str | None,
         sampling_params: params.SamplingParams,
         options: GenerateOptions,
+        *,
+        owner: object = None,
     ) -> None:
         kind = sampling_params.output_kind
         if kind is OutputKind.CUMULATIVE:
             sampling_params = replace(sampling_params, output_kind=OutputKind.DELTA)
         self._thread = thread
-        self._accumulator = Accumulator(kind, prompt_text)
-        self._arrivals = _Arrivals()
-        arrivals = self._arrivals
+        self._owner: object = owner
+        self._arrivals = arrivals = _Arrivals(Accumulator(kind, prompt_text))
         self._serve = lambda: _serve(thread, arrivals, prompt, sampling_params, options)
         self._over = False
         self._busy = False
@@ -97,7 +109,8 @@ class OutputStream:
             raise
         finally:
             self._busy = False
-        self._over = item.finished
+        if item.finished:
+            self._over, self._owner = True, None
         return item
 
     async def _next(self) -> RequestOutput:
@@ -106,19 +119,18 @@ class OutputStream:
             self._thread.check_place()
             task = self._task = self._thread.submit(self._serve)
             task.add_done_callback(arrivals.ring)
-        if not arrivals.items:
+        if not arrivals.any():
             parker = make_parker()
             arrivals.bell = make_bell(parker)
             try:
-                while not arrivals.items and not task.done():
+                while not arrivals.any() and not task.done():
                     await parker.park()
             finally:
                 arrivals.bell = None
         else:
             await anyio.lowlevel.checkpoint_if_cancelled()
-        if arrivals.items:
-            arrived = [arrivals.items.popleft() for _ in range(len(arrivals.items))]
-            return self._accumulator.item(arrived)
+        if arrivals.any():
+            return arrivals.take()
         if not task.cancelled():
             task.result()  # raises what has ended it
         raise StopAsyncIteration
@@ -132,7 +144,7 @@ class OutputStream:
         await anyio.lowlevel.checkpoint()
 
     def _leave(self) -> None:
-        self._over = True
+        self._over, self._owner = True, None
         if self._task is not None:
             self._task.cancel()  # without effect on one that has ended
 

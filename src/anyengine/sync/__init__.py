@@ -12,7 +12,8 @@ from __future__ import annotations
 from .client import ClientOptions, SyncEngineClient
 from .groups import SyncClientEvents, SyncInputSession, SyncRequestGroup
 from .operations import SyncEngineOperations
-from .streams import SyncParsedStream, SyncRequestStream, SyncStreamView
+from .stream_views import SyncParsedStream, SyncStreamView, SyncTextStream, SyncTokenStream
+from .streams import SyncRequestStream
 
 __all__ = [
     "ClientOptions",
@@ -24,4 +25,6 @@ __all__ = [
     "SyncRequestGroup",
     "SyncRequestStream",
     "SyncStreamView",
+    "SyncTextStream",
+    "SyncTokenStream",
 ]

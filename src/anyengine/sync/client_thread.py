@@ -15,6 +15,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from contextvars import Context, copy_context
 from functools import partial
+from math import inf
 from threading import Event, Thread, get_ident
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
@@ -25,6 +26,8 @@ from anyio.abc import TaskGroup
 from anyengine._client.client import EngineClient
 from anyengine._client.session.wakeup import make_bell, make_parker, settle_context
 from anyengine.exceptions import ClientClosedError, WrongLoopError
+
+from .answers import refuse, settle, wait, wait_async
 
 __all__ = ["Backend", "ClientThread"]
 
@@ -207,7 +210,7 @@ class ClientThread:
         future.add_done_callback(self._pending.discard)
         self.post(action)
         if self.has_ended:
-            _refuse(future)
+            refuse(future)
 
     def call(self, func: Callable[[], Awaitable[T]]) -> T:
         """Run ``func`` in the loop, and wait for its result; a signal handler's exception cancels it.
@@ -215,7 +218,7 @@ class ClientThread:
         Raises: what it raises; and see :meth:`check_caller`.
         """
         self.check_caller()
-        return _wait(self.submit(func))
+        return wait(self.submit(func))
 
     def call_now(self, func: Callable[[], T]) -> T:
         """Run ``func``, which does not wait, in the loop, without a task of its own.
@@ -223,12 +226,26 @@ class ClientThread:
         Raises: what it raises; and see :meth:`check_caller`.
         """
         self.check_caller()
-        return _wait(self._submit_now(func))
+        return wait(self._submit_now(func))
 
     def _submit_now(self, func: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
-        self._hand_in(partial(_settle, func, future), future)
+        self._hand_in(partial(settle, func, future), future)
         return future
+
+    def call_last(self, func: Callable[[], T]) -> T:
+        """:meth:`call_now`; when the loop has ended, or ends before it comes to it, here.
+
+        Raises: what ``func`` raises; and see :meth:`check_caller`.
+        """
+        if not self.has_ended:
+            try:
+                return self.call_now(func)
+            except ClientClosedError:
+                if not (self._takes_no_calls or self.has_ended):
+                    raise
+                self._ended.result()  # it is about to
+        return func()
 
     def ask(self, func: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """:meth:`call`; when the loop has ended, what ``func`` can say without waiting.
@@ -260,7 +277,7 @@ class ClientThread:
         Cancellation: cancels the call, without waiting for its end.
         """
         self.check_place()
-        return await _wait_async(self.submit(func))
+        return await wait_async(self.submit(func))
 
     async def call_now_async(self, func: Callable[[], T]) -> T:
         """:meth:`call_now` for another event loop.
@@ -270,7 +287,7 @@ class ClientThread:
         Cancellation: safe.
         """
         self.check_place()
-        return await _wait_async(self._submit_now(func))
+        return await wait_async(self._submit_now(func))
 
     def on_end(self, action: Callable[[], object]) -> None:
         """Have ``action`` called when the loop is gone, in whatever thread."""
@@ -290,7 +307,7 @@ class ClientThread:
             self._failure = exc
         self._ended.set_result(None)
         for future in list(self._pending):
-            _refuse(future)
+            refuse(future)
         if not self._ready.done():
             self._ready.set_exception(self._failure or ClientClosedError("the client was closed while it started"))
 
@@ -334,15 +351,21 @@ class ClientThread:
         try:
             context.run(tasks.start_soon, self._perform, func, future)
         except RuntimeError:  # the group has ended
-            _refuse(future)
+            refuse(future)
 
     async def _perform(self, func: Callable[[], Awaitable[T]], future: Future[T]) -> None:
         with anyio.CancelScope() as scope:
             future.add_done_callback(lambda done: self.post(scope.cancel) if done.cancelled() else None)
             try:
                 result = await func()
-            except anyio.get_cancelled_exc_class():
-                _refuse(future)  # unless it is the caller who has cancelled it
+            except anyio.get_cancelled_exc_class() as exc:
+                # asyncio's may be of func's own making, such as that of a task it waited for: the caller's to hear of,
+                # where no scope was cancelled, since it would end the client.
+                if anyio.current_effective_deadline() > -inf:
+                    with suppress(InvalidStateError):
+                        future.set_exception(exc)
+                    return
+                refuse(future)  # unless it is the caller who has cancelled it
                 raise
             except BaseException as exc:  # noqa: BLE001 - for the thread that waits: raised there
                 with suppress(InvalidStateError):  # nobody waits any more
@@ -354,38 +377,3 @@ class ClientThread:
 
 def _nobody_listens() -> None:
     """The loop has not started: it looks into the inbox when it does."""
-
-
-def _settle(func: Callable[[], T], future: Future[T]) -> None:
-    if not future.cancelled():
-        try:
-            future.set_result(func())
-        except BaseException as exc:  # noqa: ASYNC103, BLE001 - for the thread that waits: raised there
-            with suppress(InvalidStateError):  # nobody waits any more
-                future.set_exception(exc)
-
-
-def _wait(future: Future[T]) -> T:
-    try:
-        return future.result()
-    finally:
-        future.cancel()  # without effect, unless it is a signal that ends the waiting
-        del future  # an error refers to this frame
-
-
-async def _wait_async(future: Future[T]) -> T:
-    parker = make_parker()
-    bell = make_bell(parker)
-    future.add_done_callback(lambda _: bell())
-    try:
-        while not future.done():
-            await parker.park()
-        return future.result()
-    finally:
-        future.cancel()  # without effect, unless it is the caller who is cancelled
-        del future
-
-
-def _refuse(future: Future[Any]) -> None:
-    with suppress(InvalidStateError):
-        future.set_exception(ClientClosedError("the client was closed"))

@@ -22,7 +22,8 @@ R = TypeVar("R", covariant=True)
 
 
 class _BodyInterruptedError(Exception):
-    """Stands for what must not be raised inside an event loop: KeyboardInterrupt, SystemExit, GeneratorExit."""
+    """Stands for what must not be raised inside an event loop (KeyboardInterrupt, SystemExit, GeneratorExit), or cannot
+    be inside a coroutine: StopIteration."""
 
 
 class BlockingContext(Generic[R]):
@@ -32,6 +33,8 @@ class BlockingContext(Generic[R]):
         self._thread = thread
         self._context = context
         self._exception: BaseException | None = None
+        self._scope: anyio.CancelScope | None = None
+        self._given_up = False
 
     def __enter__(self) -> R:
         """Enter it in the client's loop.
@@ -40,18 +43,19 @@ class BlockingContext(Generic[R]):
         """
         self._thread.check_caller()
         entered: Future[R] = Future()
-        self._held = held = self._thread.submit(lambda: self._hold(entered))
 
         def ended(done: Future[None]) -> None:
             if not done.cancelled() and not entered.done():
                 entered.set_exception(done.exception())  # what entering has raised
 
-        held.add_done_callback(ended)
         try:
+            self._held = self._thread.submit(lambda: self._hold(entered))
+            self._held.add_done_callback(ended)
             return entered.result()
-        finally:
-            if not entered.done():  # a signal handler's exception: nobody will leave it
-                held.cancel()
+        except BaseException:  # a signal handler's, at any moment, or what entering has raised
+            self._given_up = True  # nobody will leave what has been entered, or will be
+            self._thread.post(self._give_up)
+            raise
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -62,7 +66,8 @@ class BlockingContext(Generic[R]):
         """
         if self._thread.is_foreign:
             return False
-        self._exception = exc if exc is None or isinstance(exc, Exception) else _BodyInterruptedError()
+        passes = isinstance(exc, Exception) and not isinstance(exc, StopIteration)
+        self._exception = exc if exc is None or passes else _BodyInterruptedError()
         self._thread.post(self._leave)
         try:
             self._held.result()
@@ -79,10 +84,17 @@ class BlockingContext(Generic[R]):
     def _leave(self) -> None:
         self._body_ended.set()
 
+    def _give_up(self) -> None:
+        if self._scope is not None:
+            self._scope.cancel()
+
     async def _hold(self, entered: Future[R]) -> None:
         self._body_ended = anyio.Event()
-        async with self._context as value:
-            entered.set_result(value)
-            await self._body_ended.wait()
-            if self._exception is not None:
-                raise self._exception
+        with anyio.CancelScope() as self._scope:
+            if self._given_up:
+                return
+            async with self._context as value:
+                entered.set_result(value)
+                await self._body_ended.wait()
+                if self._exception is not None:
+                    raise self._exception

@@ -13,8 +13,10 @@ from queue import SimpleQueue
 
 import anyio
 
+from anyengine._client.requests.fan_out import Completions
 from anyengine._client.requests.stream import RequestStream
 from anyengine._client.session.wakeup import make_bell, make_parker
+from anyengine.exceptions import EngineError
 from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind
 
@@ -56,7 +58,7 @@ class Crossing:
         parker = make_parker()
         self._bell = make_bell(parker)
         try:
-            completions = await stream.start()
+            completions = await self._start()
             gather = stream.output_kind is OutputKind.FINAL_ONLY
             while True:
                 while not completions.ready(gather=gather):
@@ -73,4 +75,11 @@ class Crossing:
             return  # it has ended, or was closed while the prompt was being tokenized
         except anyio.get_cancelled_exc_class():
             self.was_cut = True
+            raise
+
+    async def _start(self) -> Completions:
+        try:
+            return await self._stream.start()
+        except EngineError as exc:
+            self._stream.give_up(exc)  # a refusal is the end of it, as where it is iterated
             raise

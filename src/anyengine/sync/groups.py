@@ -6,6 +6,7 @@ One crossing of threads for each item, which is a whole answer, or rare. Owns th
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -16,7 +17,7 @@ from anyengine._client.requests.input_session import InputSession, StreamingInpu
 from anyengine._client.requests.many import RequestGroup
 from anyengine._client.session.events import ClientEvents
 from anyengine._protocol import ClientEvent
-from anyengine.exceptions import EngineError
+from anyengine.exceptions import ClientClosedError, EngineError
 from anyengine.outputs import RequestOutput
 from anyengine.params import SamplingParams
 
@@ -61,10 +62,10 @@ class SyncRequestGroup:
         """Leave the group: the aborts of what has not ended have been sent when this returns. Idempotent."""
         if self._thread.is_foreign:
             return
-        if not self._over and not self._thread.has_ended:
-            self._thread.call_now(self._group.close_nowait)
-        else:
+        if self._over:
             self._group.close_nowait()
+        else:
+            self._thread.call_last(self._group.close_nowait)
         self._over = True
 
     def __del__(self) -> None:
@@ -137,7 +138,8 @@ class SyncInputSession:
     def close(self) -> None:
         """Leave: the abort of what the engine still has has been sent when this returns. Idempotent."""
         if not (self._over or self._thread.has_ended or self._thread.is_foreign):
-            self._thread.call_now(self._session.close_nowait)
+            with suppress(ClientClosedError):  # the loop has ended, and all requests with it
+                self._thread.call_now(self._session.close_nowait)
         self._over = True
 
     def __del__(self) -> None:

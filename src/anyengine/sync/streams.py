@@ -1,29 +1,26 @@
-"""What a thread iterates of one request: its stream, and views of that, over the asynchronous stream.
+"""What a thread iterates of one request, over the asynchronous stream.
 
 Owns the blocking side of iteration, and every way out of it. How an item crosses is :mod:`.crossing`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from threading import Lock
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Self
 
 import anyio
 
 from anyengine._client.requests.stream import RequestStream
-from anyengine._text.output_parsers import OutputParser, ParsedDelta
+from anyengine._text.output_parsers import OutputParser
 from anyengine.exceptions import EngineError
 from anyengine.outputs import RequestOutput
-from anyengine.params import OutputKind
 
 from .client_thread import ClientThread
 from .crossing import Crossing
+from .stream_views import SyncParsedStream, SyncTextStream, SyncTokenStream
 
-__all__ = ["SyncParsedStream", "SyncRequestStream", "SyncStreamView"]
-
-ItemT = TypeVar("ItemT")
+__all__ = ["SyncRequestStream"]
 
 
 class SyncRequestStream:
@@ -46,8 +43,6 @@ class SyncRequestStream:
         self._finished = False  # its last item was given
         self._owned_by_block = False
         self._turn = Lock()
-        self.latest: RequestOutput | None = None
-        """The last item that a view has taken."""
 
     @property
     def request_id(self) -> str | None:
@@ -104,10 +99,10 @@ class SyncRequestStream:
         """Leave the stream: if the request is still running, its abort has been sent when this returns. Idempotent."""
         if self._thread.is_foreign:
             return
-        if not self._started or self._thread.has_ended:
-            self._stream.close_nowait()  # the loop does not know it, or is gone
-        elif not self._over:
-            self._thread.call_now(self._stream.close_nowait)
+        if not self._started:
+            self._stream.close_nowait()  # the loop does not know it
+        elif not self._over or self._thread.has_ended:
+            self._thread.call_last(self._stream.close_nowait)
             if self._crossing is not None:
                 self._crossing.pump.cancel()
         self._over = True
@@ -145,7 +140,7 @@ class SyncRequestStream:
             output = self._next()
         except BaseException as exc:
             if isinstance(exc, EngineError | StopIteration):
-                self._over = True  # the stream itself says so each time
+                self._over = self._stream.is_over  # not where it is the caller who was refused
             elif not self._owned_by_block:
                 self._abandon()
             raise
@@ -196,7 +191,7 @@ class SyncRequestStream:
         try:
             output = self._thread.ask(self._stream.final)
         except EngineError:
-            self._over = True
+            self._over = self._stream.is_over
             raise
         except BaseException:
             if not self._owned_by_block:
@@ -205,23 +200,23 @@ class SyncRequestStream:
         self._over = True
         return output
 
-    def text_stream(self) -> SyncStreamView[str]:
+    def text_stream(self) -> SyncTextStream:
         """The stream as pieces of text, none of them empty.
 
         Raises:
             ValueError: the request has several completions, whose texts would be mixed.
         """
         self._stream.text_stream()  # asks whether there can be one
-        return SyncStreamView(self, self._texts)
+        return SyncTextStream(self)
 
-    def token_stream(self) -> SyncStreamView[int]:
+    def token_stream(self) -> SyncTokenStream:
         """The stream as single tokens.
 
         Raises:
             ValueError: the request has several completions, whose tokens would be mixed.
         """
         self._stream.token_stream()
-        return SyncStreamView(self, self._tokens)
+        return SyncTokenStream(self)
 
     def parsed(self, parser: OutputParser) -> SyncParsedStream:
         """The stream as ``parser`` takes it apart; see :meth:`RequestStream.parsed`.
@@ -229,70 +224,4 @@ class SyncRequestStream:
         Raises:
             ValueError: see :meth:`RequestStream.parsed`.
         """
-        self._stream.parsed(parser)
-        return SyncParsedStream(self, self._texts, parser)
-
-    def _texts(self) -> Iterator[str]:
-        seen, delta = 0, self._stream.output_kind is OutputKind.DELTA
-        for output in self:
-            self.latest = output
-            text = output.text if delta else output.text[seen:]
-            seen = len(output.text)
-            if text:
-                yield text
-
-    def _tokens(self) -> Iterator[int]:
-        seen, delta = 0, self._stream.output_kind is OutputKind.DELTA
-        for output in self:
-            yield from output.token_ids if delta else output.token_ids[seen:]
-            seen = len(output.token_ids)
-
-
-class SyncStreamView(Generic[ItemT]):
-    """An iterator and context manager over a stream of one completion. Leaving it is leaving the stream."""
-
-    def __init__(self, stream: SyncRequestStream, items: Callable[[], Iterator[ItemT]]) -> None:
-        self._stream = stream
-        self._items = items()
-
-    def __enter__(self) -> Self:
-        """Send the request: see :meth:`SyncRequestStream.__enter__`."""
-        self._stream.__enter__()
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stream.close()
-
-    def close(self) -> None:
-        """See :meth:`SyncRequestStream.close`."""
-        self._stream.close()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> ItemT:
-        """The next one.
-
-        Raises: see :meth:`SyncRequestStream.__next__`.
-        """
-        return next(self._items)
-
-
-class SyncParsedStream(SyncStreamView[ParsedDelta]):
-    """A completion as a parser takes it apart, piece by piece; see :class:`ParsedStream`."""
-
-    def __init__(self, stream: SyncRequestStream, texts: Callable[[], Iterator[str]], parser: OutputParser) -> None:
-        super().__init__(stream, lambda: _parsed(texts(), parser))
-
-    @property
-    def output(self) -> RequestOutput | None:
-        """The last item of the stream that was taken."""
-        return self._stream.latest
-
-
-def _parsed(texts: Iterator[str], parser: OutputParser) -> Iterator[ParsedDelta]:
-    yield from filter(None, map(parser.push, texts))
-    if last := parser.finish():
-        yield last
+        return SyncParsedStream(self.text_stream(), self, parser)

@@ -46,6 +46,7 @@ from .output_processor import OutputProcessor
 from .refusals import in_users_words
 from .resubmission import Resubmissions, state_of
 from .scores import ScoredRequestState, wants_scores
+from .session_consumer import SessionConsumer
 from .state import BatchClock, PooledRequestState, RequestState
 from .stopping import Stopper
 
@@ -70,6 +71,7 @@ class RequestDesk:
         self.resubmissions: Resubmissions = Resubmissions(core, self.admission, retries)
         self.request_timeouts: int = 0
         self.account: RequestAccount = RequestAccount()
+        self.audience: set[Parker] = set()  # of those who wait without a request, and must hear of the session's end
         self._ends_awaited = 0
         self._ends = anyio.Event()
         self._session.on_room = self._look
@@ -288,6 +290,14 @@ class RequestDesk:
         consumers = [entry.consumer for entry in self._session.connection.requests.live.values()]
         return [*filter(None, map(state_of, consumers)), *self.resubmissions.waiting()]
 
+    def expect_aborts(self) -> None:
+        """The engines are about to be asked to end all requests: an abort is a normal end from now on."""
+        for state in self.live():
+            state.abort_expected = True
+        for entry in self._session.connection.requests.live.values():
+            if isinstance(entry.consumer, SessionConsumer):
+                entry.consumer.expect_abort()
+
     async def wait_ended(self, states: Sequence[RequestState], patience: Patience) -> None:
         """Wait until all of ``states`` have ended.
 
@@ -358,6 +368,8 @@ class RequestDesk:
         self.resubmissions.end(cause)
         session.connection.requests.fail_all(cause)
         session.connection.utilities.fail_all(cause)
+        for parker in tuple(self.audience):
+            parker.wake()
         session.told_everyone()
         self._look()  # who waits for ends looked when the session ended, which was before these
 

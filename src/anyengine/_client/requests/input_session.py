@@ -19,10 +19,10 @@ import msgspec
 
 from anyengine._client.inputs.prompts import Embeddings, Prompt
 from anyengine._client.inputs.request_fields import RequestFields
-from anyengine._client.session.wakeup import make_parker
+from anyengine._client.session.wakeup import Parker, make_parker
 from anyengine._rules import reject
 from anyengine._wire import EngineCoreRequest
-from anyengine.exceptions import EngineError, RequestError
+from anyengine.exceptions import EngineError, OutputProcessingError, RequestError
 from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind, SamplingParams
 
@@ -63,8 +63,9 @@ class InputSession:
         self._answers: deque[Completion] = deque()
         self._num_tokens = 0
         self._sending = anyio.Lock()
-        self._parker = make_parker()
+        self._parker: Parker | None = None  # made at the first use, in the client's loop
         self._closed = False
+        self._busy = False
 
     @property
     def request_id(self) -> str | None:
@@ -87,16 +88,23 @@ class InputSession:
     def close_nowait(self) -> None:
         """Leave: abort what the engine still has. Synchronous, idempotent."""
         self._closed = True
+        self._abort()
+        self._wake()
+
+    def _abort(self) -> None:
         if self._first is not None and self._consumer is not None and not self._consumer.over:
             assert self._desk is not None
             self._desk.core.abort(self._first.request_id)
-        self._parker.wake()
+
+    def _wake(self) -> None:
+        if self._parker is not None:
+            self._parker.wake()
 
     def __del__(self) -> None:
         first, consumer = getattr(self, "_first", None), getattr(self, "_consumer", None)
         if first is not None and consumer is not None and not (self._closed or consumer.over):
             # A collection can run in another thread or in the middle of a send: only leave a note for the session.
-            assert self._desk is not None
+            assert self._desk is not None and self._parker is not None
             self._desk.dropped.put(RequestState(first.request_id, self._label or "", self._parker))
             warnings.warn(
                 f"the input session {self._label!r} was dropped before it had ended; it is aborted. Use it as "
@@ -155,6 +163,7 @@ class InputSession:
         consumer = self._consumer
         if consumer is None or self._first is None:
             self._closed = True
+            self._wake()
         elif not (consumer.closing or consumer.over):
             assert self._desk is not None
             last = msgspec.structs.replace(self._first, prompt_token_ids=[0], resumable=False)
@@ -183,8 +192,9 @@ class InputSession:
                 partial(requests.keep_open, request.request_id),
                 partial(requests.close, request.request_id),
             )
-            self._consumer = consumer = SessionConsumer(self._parker, keep_open, forget)  # does not know this object
-            answer = desk.completion(request, prompt, params, self._fields, self._parker)
+            parker = self._make_parker()
+            self._consumer = consumer = SessionConsumer(parker, keep_open, forget)  # does not know this object
+            answer = desk.completion(request, prompt, params, self._fields, parker)
             try:
                 self._rank = desk.core.add(request, consumer)
             except BaseException:
@@ -194,12 +204,18 @@ class InputSession:
         else:
             consumer = self._consumer
             request.request_id = self._first.request_id
-            answer = desk.completion(request, prompt, params, self._fields, self._parker)
+            answer = desk.completion(request, prompt, params, self._fields, consumer.parker)
             desk.core.add_part(request, self._rank)
         answer.state.rank = self._rank
         self._num_tokens += len(prompt)
         consumer.add(answer.state)
         self._answers.append(answer)
+        self._wake()  # who iterates may be waiting for a first part
+
+    def _make_parker(self) -> Parker:
+        if self._parker is None:
+            self._parker = make_parker()
+        return self._parker
 
     # -------------------------------------------------------------------- iteration
 
@@ -212,20 +228,46 @@ class InputSession:
         Raises:
             StopAsyncIteration: the session has ended, or was left.
             RequestFailed: the engine ended it with an error.
+            OutputProcessingError: its text cannot be made; the session is aborted.
             EngineDeadError: the engine died, or the client is closed.
+            BusyResourceError: another task is iterating.
 
         Cancellation: loses nothing; the session goes on.
         """
-        while True:
-            if self._answers:
-                answer = self._answers[0]
-                if answer.state.ended or answer.state.readable:
-                    return self._take(answer)
-            elif (consumer := self._consumer) is not None and consumer.error is not None:
-                raise self._own(consumer.error)
-            elif self._closed or (consumer is not None and consumer.over):
-                raise StopAsyncIteration
-            await self._parker.park()
+        if self._busy:
+            raise anyio.BusyResourceError("iterating over")
+        self._busy = True
+        try:
+            while (answer := self._ready()) is None:
+                await self._wait()
+        finally:
+            self._busy = False
+        return self._take(answer)
+
+    def _ready(self) -> Completion | None:
+        """The answer that has something to take, if one has."""
+        consumer = self._consumer
+        if self._answers:
+            state = self._answers[0].state
+            return self._answers[0] if state.ended or state.readable else None
+        if consumer is not None and consumer.error is not None:
+            raise self._own(consumer.error)
+        if self._closed or (consumer is not None and consumer.over):
+            raise StopAsyncIteration
+        return None
+
+    async def _wait(self) -> None:
+        if self._consumer is not None:
+            await self._consumer.parker.park()
+            return
+        desk = self._find_desk()  # no request is in flight that could bring the news of the client's end
+        desk.check_usable()
+        parker = self._make_parker()
+        desk.audience.add(parker)
+        try:
+            await parker.park()
+        finally:
+            desk.audience.discard(parker)
 
     def _take(self, answer: Completion) -> RequestOutput:
         state, consumer = answer.state, self._consumer
@@ -235,11 +277,26 @@ class InputSession:
             self._answers.clear()
             raise self._own(state.error)
         is_last = consumer.over and len(self._answers) == 1
-        output = answer.take(0 if is_last else 1)
+        try:
+            output = answer.take(0 if is_last else 1)
+        except Exception as exc:
+            raise self._spoilt(answer, exc) from exc
         if answer.over:
             self._answers.popleft()
             self._num_tokens += output.num_output_tokens
         return output
+
+    def _spoilt(self, answer: Completion, exc: Exception) -> OutputProcessingError:
+        """Rule 5: trouble with this session's text is this session's error; it is aborted, the others go on."""
+        assert self._consumer is not None
+        self._abort()
+        what = f"cannot process the output of input session {self._label!r}: {exc!r}"
+        error = OutputProcessingError(what, request_id=self._label)
+        error.__cause__ = exc
+        error.partial = answer.snapshot()
+        self._consumer.error = error
+        self._answers.clear()
+        return error
 
     def _own(self, error: EngineError) -> EngineError:
         own = error.for_waiter()

@@ -139,7 +139,7 @@ class OutputProcessor:
                 f"cannot take an output of request {entry.request_id!r}: {exc!r}", request_id=state.label
             )
             error.__cause__ = exc
-            state.fail(error)
+            entry.consumer.fail(error)
         if requests.moved:  # nothing of this concerns a token in the middle of its stream
             requests.moved = False
             session.fences.look_at_late_outputs()

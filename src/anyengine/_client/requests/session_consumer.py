@@ -2,7 +2,8 @@
 
 Owns which part an output belongs to, and when the engine has forgotten the request. Mirrors vLLM 0.32.0
 ``v1/core/sched/scheduler.py`` (``_handle_stopped_request``): each part ends with a finish reason although the request
-lives on; the word that no part follows has no answer of its own.
+lives on; the word that no part follows has no answer of its own. An abort ends the request, parts that wait included,
+and one that waits for a part as well (``finish_requests``).
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections import deque
 from collections.abc import Callable
 
 from anyengine._client.session.wakeup import Parker
-from anyengine._wire import EngineCoreOutput
+from anyengine._wire import EngineCoreOutput, FinishReason
 from anyengine.exceptions import EngineError
 
-from .state import RequestState
+from .state import RequestState, aborted_by_others
 
 __all__ = ["SessionConsumer"]
 
@@ -26,12 +27,13 @@ class SessionConsumer:
     reason is the last one, and ``forget`` once none follows.
     """
 
-    __slots__ = ("_forget", "_keep_open", "_latest", "closing", "error", "over", "parker", "parts")
+    __slots__ = ("_aborts_expected", "_forget", "_keep_open", "_latest", "closing", "error", "over", "parker", "parts")
 
     def __init__(self, parker: Parker, keep_open: Callable[[bool], None], forget: Callable[[], object]) -> None:
         self._keep_open = keep_open
         self._forget = forget
         self._latest: RequestState | None = None
+        self._aborts_expected = False
         self.parker = parker
         self.parts: deque[RequestState] = deque()
         self.closing: bool = False
@@ -45,6 +47,12 @@ class SessionConsumer:
     def state(self) -> RequestState | None:
         """That of the part which is being answered, or was last."""
         return self.parts[0] if self.parts else self._latest
+
+    def expect_abort(self) -> None:
+        """This client has asked the engine to end all requests: then an abort is a normal end."""
+        self._aborts_expected = True
+        for part in self.parts:
+            part.abort_expected = True
 
     def add(self, part: RequestState) -> None:
         """A part has been sent."""
@@ -63,7 +71,14 @@ class SessionConsumer:
             ValueError: every part has been answered.
         """
         if not self.parts:
-            raise ValueError("the engine sent an output behind the answer to the last part of the prompt")
+            if output.finish_reason != FinishReason.ABORT:
+                raise ValueError("the engine sent an output behind the answer to the last part of the prompt")
+            if self._aborts_expected:
+                self.aborted()
+            else:
+                assert self._latest is not None
+                self.fail(aborted_by_others(self._latest.label))
+            return True
         part = self.parts[0]
         part.push(output)
         if not part.ended:
@@ -71,6 +86,9 @@ class SessionConsumer:
         self._latest = self.parts.popleft()
         if part.error is not None:  # what follows would be the answer to another prompt
             self.fail(part.error)
+            return True
+        if part.finish_reason == "abort":  # a part that was on its way would be another request to the engine
+            self.aborted()
             return True
         self._settle()
         return False

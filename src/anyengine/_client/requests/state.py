@@ -24,7 +24,7 @@ from .account import RequestAccount
 from .details import DetailCollector
 from .stopping import Stopper
 
-__all__ = ["BatchClock", "PooledRequestState", "RequestState"]
+__all__ = ["BatchClock", "PooledRequestState", "RequestState", "aborted_by_others"]
 
 _ABORT = "abort"
 _ERROR = "error"
@@ -284,16 +284,21 @@ class RequestState(_TouchedByEachToken):
                 request_id=self.label,
             )
         elif reason == _ABORT and not self.abort_expected:
-            self.error = RequestFailed(
-                f"the engine aborted request {self.label!r}, which nobody asked for here: it is stopping, "
-                "or was paused by someone else",
-                code="engine_aborted",
-                retryable=True,
-                request_id=self.label,
-            )
+            self.error = aborted_by_others(self.label)
         else:
             self.finish_reason = reason
             self.stop_reason = output.stop_reason
+
+
+def aborted_by_others(label: str) -> RequestFailed:
+    """The error of a request that the engine has aborted on its own account."""
+    return RequestFailed(
+        f"the engine aborted request {label!r}, which nobody asked for here: it is stopping, or was paused by someone "
+        "else",
+        code="engine_aborted",
+        retryable=True,
+        request_id=label,
+    )
 
 
 class PooledRequestState(RequestState):

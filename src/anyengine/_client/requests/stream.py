@@ -98,6 +98,12 @@ class RequestStream(StreamViews):
         return () if self._completions is None else tuple(state.wire_id for state in self._completions.states)
 
     @property
+    def is_over(self) -> bool:
+        """Whether nothing of it is in flight any more, nor will be: its last output or its error was delivered, or it
+        was closed."""
+        return self._over
+
+    @property
     def output_kind(self) -> OutputKind:
         """What each of its items holds."""
         return self._params.output_kind
@@ -302,7 +308,7 @@ class RequestStream(StreamViews):
                 while not state.readable:
                     await self._park()
             except BaseException as exc:
-                self._interrupted(exc)
+                self.give_up(exc)
                 raise
             finally:
                 self._busy = False
@@ -335,14 +341,14 @@ class RequestStream(StreamViews):
         except anyio.ClosedResourceError:
             raise StopAsyncIteration from None  # closed by another task while the prompt was being tokenized
         except BaseException as exc:
-            self._interrupted(exc)
+            self.give_up(exc)
             raise
         finally:
             self._busy = False
         return self._take(completions)
 
-    def _interrupted(self, exc: BaseException) -> None:
-        """Its consumer waits no more, because of ``exc``."""
+    def give_up(self, exc: BaseException) -> None:
+        """Its consumer waits no more, because of ``exc``: what iterating does. For the client."""
         if not self._owned_by_block:
             self.close_nowait()
             self._error = exc if isinstance(exc, EngineError) else None

@@ -93,7 +93,7 @@ class EndBell:
 def make_parker() -> Parker:
     """A parker for the running event loop."""
     trio = sys.modules.get("trio")
-    if trio is not None and trio.lowlevel.in_trio_run():
+    if trio is not None and trio.lowlevel.in_trio_task():
         return _trio_parker_class()()
     return _AsyncioParker(sys.modules["asyncio"].get_running_loop())  # not ours to import: a program on trio has none
 
@@ -103,7 +103,7 @@ def make_bell(parker: Parker) -> Callable[[], None]:
     collection may ring. Does nothing once the loop has ended."""
     trio = sys.modules.get("trio")
     call_soon: Callable[[Callable[[], None]], object]
-    if trio is not None and trio.lowlevel.in_trio_run():
+    if trio is not None and trio.lowlevel.in_trio_task():
         call_soon = trio.lowlevel.current_trio_token().run_sync_soon
     else:
         call_soon = sys.modules["asyncio"].get_running_loop().call_soon_threadsafe

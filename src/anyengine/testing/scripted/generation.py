@@ -53,8 +53,8 @@ class Generation:
 
     @property
     def live(self) -> list[str]:
-        """The ids of all requests that it has, those that run first."""
-        return [*self._running, *self._waiting]
+        """The ids of all requests that it has, those that run first, those that wait for a part last."""
+        return list(dict.fromkeys((*self._running, *self._waiting, *self._sessions)))
 
     @property
     def waiting(self) -> list[str]:
@@ -124,10 +124,11 @@ class Generation:
 
     def remove(self, request_ids: Iterable[str], now_s: float) -> list[str]:
         """Forget these; those that were there."""
-        request_ids = [*request_ids]
+        found = []
         for one in request_ids:
-            self._sessions.pop(one, None)
-        found = [one for one in request_ids if self._running.pop(one, None) or self._waiting.pop(one, None)]
+            waits_for_a_part = self._sessions.pop(one, None) is not None
+            if self._running.pop(one, None) or self._waiting.pop(one, None) or waits_for_a_part:
+                found.append(one)
         self._schedule(now_s)
         return found
 

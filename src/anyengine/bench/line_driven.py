@@ -1,0 +1,61 @@
+"""Contestants: programs in processes of their own, asked and answering by lines of JSON.
+
+Owns one conversation. What is asked, and what is started how, is each benchmark's.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["Contestant", "ended_at_last"]
+
+
+class Contestant:
+    """A running program: it says a first line (``facts``), and then answers each line that it is given."""
+
+    def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
+        self.name = name
+        self._process = process
+        self.facts: dict[str, Any] = self._read()
+
+    def ask(self, task: dict[str, Any]) -> dict[str, Any]:
+        """Its answer to ``task``.
+
+        Raises:
+            RuntimeError: it has ended.
+        """
+        assert self._process.stdin is not None, "it has a pipe"
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None, "it has a pipe"
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} ended with {self._process.wait()}; see its messages above")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextmanager
+def ended_at_last(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
+    """Ends ``process`` with the block: by the end of its input, if that is a pipe, by SIGTERM, at last by SIGKILL."""
+    try:
+        yield process
+    finally:
+        if process.stdin is None:
+            process.terminate()
+        else:
+            process.stdin.close()  # no more lines: it ends
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
