@@ -6,11 +6,20 @@ Must not know any engine.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
-__all__ = ["MAX_RANK", "check_address", "check_count", "check_rank_count", "check_text", "check_vllm_args"]
+__all__ = [
+    "MAX_RANK",
+    "check_address",
+    "check_callable",
+    "check_count",
+    "check_rank_count",
+    "check_seconds",
+    "check_text",
+    "check_vllm_args",
+]
 
 MAX_RANK: Final = 0xFFFF  # an identity has two bytes
 _MAX_PORT: Final = 0xFFFF
@@ -25,7 +34,7 @@ def check_text(name: str, value: object, remedy: str) -> None:
         raise ValueError(f"{name}={value!r} must be a non-empty str: {remedy}")
 
 
-def check_count(name: str, value: object, low: int | None, none: str) -> None:
+def check_count(name: str, value: object, low: int | None, none: str = "") -> None:
     """Raises:
     ValueError: it is no int, or below ``low``.
     """
@@ -34,6 +43,28 @@ def check_count(name: str, value: object, low: int | None, none: str) -> None:
     if type(value) is not int or (low is not None and value < low):
         wanted = "an int" if low is None else f"at least {low}" if type(value) is int else f"an int of at least {low}"
         raise ValueError(f"{name}={value!r} must be {wanted}" + (f", or None {none}" if none else ""))
+
+
+def check_seconds(
+    name: str, value: object, limit: Literal["at least 0", "above 0"] = "at least 0", *, none: str = ""
+) -> None:
+    """Raises:
+    ValueError: it is no number, or below the limit.
+    """
+    if none and value is None:
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not isinstance(value, int | float) or not is_number or not (value > 0 if limit == "above 0" else value >= 0):
+        wanted = limit if is_number else f"a number of seconds {limit}"
+        raise ValueError(f"{name}={value!r} must be {wanted}" + (f", or None {none}" if none else ""))
+
+
+def check_callable(name: str, value: object) -> None:
+    """Raises:
+    ValueError: it is neither a function nor ``None``.
+    """
+    if value is not None and not callable(value):
+        raise ValueError(f"{name}={value!r} must be a function, or None")
 
 
 def check_vllm_args(args: object) -> None:

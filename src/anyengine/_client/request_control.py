@@ -185,11 +185,11 @@ class RequestControl:
         return was_closed
 
     async def _abort(self, states: Sequence[RequestState], timeout_s: float | None) -> tuple[str, ...]:
-        desk, session = self._entered_desk(), self._core.usable_session()
+        desk, session, patience = self._entered_desk(), self._core.usable_session(), Patience(timeout_s)
         aborted = desk.abort(states)
         if aborted:
             ranks = {state.rank for state in states}
-            await session.fences.wait(ranks.intersection(session.connection.rota.serving), Patience(timeout_s))
+            await session.fences.wait(ranks.intersection(session.connection.rota.serving), patience)
             self._core.usable_session()
         return aborted
 
