@@ -430,6 +430,7 @@ def test_engine_arguments() -> None:
     with pytest.raises(AttributeError, match="block_size"):
         _ = args.block_size
     assert AsyncEngineArgs().engines() == [EmbeddedEngine()]
+    assert AsyncEngineArgs("m", max_logprobs=50).engines() == [EmbeddedEngine("m", max_logprobs=50)]
     for refused in (
         {"tensor_parallel_size": 2}, {"quantization": "awq"}, {"enable_lora": True}, {"tokenizer": "other"},
         {"speculative_config": {"method": "ngram"}}, {"nonsense": 1}, {"load_format": "dummy"},
