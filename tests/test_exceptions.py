@@ -52,6 +52,16 @@ def test_code_status_and_retryable(name: str) -> None:
     assert (error.rank, error.request_id, error.outcomes) == (None, None, None)
 
 
+@pytest.mark.parametrize("kind", [anyengine.RequestRejected, anyengine.UtilityRejected])
+def test_a_refusal_ends_with_its_remedy(kind: type[anyengine.RequestRejected | anyengine.UtilityRejected]) -> None:
+    """A log shows no attributes."""
+    error = kind("n=0 is out of range", parameter="n", value=0, remedy="use 1")
+    assert (
+        str(error) == str(error.for_waiter()) == str(pickle.loads(pickle.dumps(error))) == "n=0 is out of range: use 1"
+    )
+    assert str(kind("n=0; use 1", remedy="use 1")) == "n=0; use 1"
+
+
 @pytest.mark.feature("L27")
 def test_codes_are_unique() -> None:
     assert len({code for code, _, _ in TABLE.values()}) == len(TABLE)

@@ -16,6 +16,7 @@ from anyengine._rules import (
     INT64_MIN,
     UINT64_MAX,
     Rule,
+    a_type,
     flag,
     integer,
     integers,
@@ -58,7 +59,7 @@ def check_bias(name: str, key: Any, value: Any) -> None:
 
 def _check_extra(name: str, key: Any, value: Any) -> None:
     if not isinstance(key, str):
-        reject(f"{name} key", key, f"is a {type(key).__name__}", "use str keys")
+        reject(f"{name} key", key, f"is {a_type(key)}", "use str keys")
     _check_int_sizes(f"{name}[{key!r}]", value)
 
 

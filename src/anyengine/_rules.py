@@ -52,7 +52,7 @@ def reject(parameter: str, value: Any, problem: str, remedy: str) -> NoReturn:
         RequestRejected: always.
     """
     raise RequestRejected(
-        f"{parameter}={reprlib.repr(value)} {problem}: {remedy}", parameter=parameter, value=value, remedy=remedy
+        f"{parameter}={reprlib.repr(value)} {problem}", parameter=parameter, value=value, remedy=remedy
     )
 
 

@@ -9,9 +9,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
+
+from anyengine._setting_rules import (
+    MAX_RANK,
+    check_address,
+    check_count,
+    check_rank_count,
+    check_text,
+    check_vllm_args,
+)
 
 if TYPE_CHECKING:
     from anyengine.vllm.arguments import UnderstoodArguments
@@ -34,11 +43,16 @@ __all__ = [
 
 DEFAULT_MODEL = "smollm2-135m"
 
-DType = Literal["auto", "float32", "bfloat16", "float16"]
-"""Weights and activations. ``"auto"``: float32 on CPU, the checkpoint's own dtype on CUDA."""
+DType = Literal["auto", "float32", "bfloat16", "float16", "float", "half"]
+"""Weights and activations. ``"auto"``: float32 on CPU, the checkpoint's own dtype on CUDA. ``"float"`` and ``"half"``
+are vLLM's other names for float32 and float16."""
 
 
-class EmbeddedEngine(msgspec.Struct, frozen=True, kw_only=True):
+class _EmbeddedModel(msgspec.Struct, frozen=True):
+    model: str = DEFAULT_MODEL
+
+
+class EmbeddedEngine(_EmbeddedModel, frozen=True, kw_only=True):
     """Our own engine core, made of torch and transformers, in a process of its own (or a thread: ``in_process``).
 
     ``model`` is an alias (``"smollm2-135m"``), a local directory, a GGUF file or a Hub id. ``max_model_len`` is in
@@ -47,11 +61,11 @@ class EmbeddedEngine(msgspec.Struct, frozen=True, kw_only=True):
     answers together, computed in one step. ``kv_cache_memory_bytes`` is what keys and values may take (``None``: what
     the largest batch could need, at most a quarter of the free memory of a CPU, or most of a GPU's);
     ``enable_prefix_caching`` lets requests use again what others have computed of the same beginning. ``max_loras``
-    LoRA adapters (PEFT's format) are kept loaded at most; 0: requests with an adapter are refused. ``profile_dir`` is
+    LoRA adapters (PEFT's format) are kept loaded at most; 0: requests with an adapter are refused. ``max_logprobs``
+    is how many log-probabilities a request may ask for at each position; -1: the whole vocabulary. ``profile_dir`` is
     where ``start_profile`` has its traces written; ``None``: there is no profiler.
     """
 
-    model: str = DEFAULT_MODEL
     dtype: DType = "auto"
     device: str = "auto"
     max_model_len: int | None = None
@@ -60,6 +74,7 @@ class EmbeddedEngine(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
     max_loras: int = 0
+    max_logprobs: int = 20
     profile_dir: str | None = None
     seed: int = 0
     num_threads: int | None = None
@@ -73,22 +88,43 @@ class EmbeddedEngine(msgspec.Struct, frozen=True, kw_only=True):
     is done."""
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1")
-        if self.max_loras < 0:
-            raise ValueError(f"max_loras={self.max_loras!r} must be at least 0 (no LoRA adapters)")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ValueError(
-                f"max_model_len={self.max_model_len!r} must be at least 2 (one prompt and one output token)"
-            )
-        if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
-            raise ValueError(
-                f"kv_cache_memory_bytes={self.kv_cache_memory_bytes!r} must be at least 1, or None to size it by the "
-                f"free memory"
-            )
-        if self.num_threads is not None and self.num_threads < 1:
-            raise ValueError(f"num_threads={self.num_threads!r} must be at least 1, or None for torch's own choice")
+        for name, remedy in _TEXTS.items():
+            check_text(name, getattr(self, name), remedy)
+        for name, (low, none) in _COUNTS.items():
+            check_count(name, getattr(self, name), low, none)
+        for name in ("enable_prefix_caching", "in_process"):
+            if type(value := getattr(self, name)) is not bool:
+                raise ValueError(f"{name}={value!r} must be True or False")
+        if self.profile_dir is not None:
+            check_text("profile_dir", self.profile_dir, "a directory, or None for no profiler")
+        if self.dtype not in get_args(DType):
+            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(map(repr, get_args(DType)))}")
+        msgspec.structs.force_setattr(self, "dtype", _DTYPE_ALIASES.get(self.dtype, self.dtype))
+        module, _, factory = self.runner.partition(":")
+        if self.runner != "transformers" and not (module and factory):
+            raise ValueError(f"runner={self.runner!r} must be 'transformers', or 'module:factory' of a model runner")
+        options: object = self.runner_options
+        if not isinstance(options, dict) or not all(isinstance(one, str | int | float) for one in options.values()):
+            raise ValueError(f"runner_options={options!r} must be a dict of names to str, int, float or bool")
+
+
+_DTYPE_ALIASES: Final[dict[str, DType]] = {"float": "float32", "half": "float16"}
+_TEXTS: Final = {
+    "model": "an alias, a local directory, a GGUF file or a Hub id",
+    "device": "'auto', 'cpu', 'cuda' or 'cuda:1'",
+    "runner": "'transformers', or 'module:factory' of a model runner",
+}
+_COUNTS: Final[dict[str, tuple[int | None, str]]] = {
+    "max_num_seqs": (1, ""),
+    "max_num_batched_tokens": (1, ""),
+    "max_loras": (0, ""),
+    "max_logprobs": (-1, ""),
+    "max_model_len": (2, "for what the model says"),
+    "kv_cache_memory_bytes": (1, "to size it by the free memory"),
+    "num_threads": (1, "for torch's own choice"),
+    "seed": (None, ""),
+}
+"""The least value of each, and what ``None`` stands for, if it may be that."""
 
 
 class _Described(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,7 +201,7 @@ class VLLMEngine(_VLLMModel, frozen=True, kw_only=True):
             value: object = getattr(self, name)  # msgspec does not check what a constructor is given
             if not isinstance(value, str) or not value:
                 raise ValueError(f"{name}={value!r} must be a non-empty str")
-        _check_vllm_args(self.args)
+        check_vllm_args(self.args)
         from anyengine.vllm.topology import check_launchable  # not loaded for other engines
 
         check_launchable(self.understood)
@@ -187,33 +223,6 @@ class VLLMEngine(_VLLMModel, frozen=True, kw_only=True):
         from anyengine.vllm.arguments import understand_arguments
 
         return msgspec.structs.replace(understand_arguments(self.args), model=self.model)
-
-
-def _check_vllm_args(args: object) -> None:
-    """Refuse what is no argument of vLLM in form.
-
-    Raises:
-        ValueError: it is neither a mapping of names to plain data nor a sequence of strings; or it has the model.
-    """
-    if isinstance(args, Sequence) and not isinstance(args, str | bytes) and all(isinstance(one, str) for one in args):
-        if any(one.partition("=")[0] == "--model" for one in args):
-            raise ValueError("args has --model, which is given twice: it is the first parameter")
-        return
-    if not isinstance(args, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in args):
-        given = (
-            f"{sorted(map(str, args))}" if isinstance(args, Mapping) else f"a {type(args).__name__}"
-        )  # no values: secrets
-        raise ValueError(
-            f"args ({given}) must be a mapping of vLLM's argument names to values, or a sequence of command-line "
-            'strings: {"max_model_len": 4096} or ["--max-model-len", "4096"]'
-        )
-    if "model" in args:
-        raise ValueError(f"args['model']={args['model']!r} is given twice: it is the first parameter")
-    for name, value in args.items():
-        try:
-            msgspec.json.encode(value)
-        except (TypeError, ValueError, RecursionError) as exc:
-            raise ValueError(f"args[{name!r}]={value!r} must be plain data, which JSON can carry: {exc}") from exc
 
 
 class RemoteEngine(_Described, frozen=True, kw_only=True):
@@ -241,11 +250,11 @@ class RemoteEngine(_Described, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self._check_args()
-        _check_address("handshake", self.handshake)
-        _check_rank_count("ranks", self.ranks)
+        check_address("handshake", self.handshake)
+        check_rank_count("ranks", self.ranks)
         for name in ("inputs", "outputs"):
             if getattr(self, name) is not None:
-                _check_address(name, getattr(self, name))
+                check_address(name, getattr(self, name))
         if (everywhere := self._listens_everywhere()) and self.advertised_host is None:
             raise ValueError(
                 f"{everywhere}={getattr(self, everywhere)!r} listens on every interface, and does not say where "
@@ -286,14 +295,14 @@ class RunningEngine(_Described, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self._check_args()
-        _check_address("inputs", self.inputs)
-        _check_address("outputs", self.outputs)
+        check_address("inputs", self.inputs)
+        check_address("outputs", self.outputs)
         registrations: object = self.registrations
         if not isinstance(registrations, Mapping) or not registrations:
             raise ValueError(f"registrations={registrations!r} must map each rank to what it said of itself")
         for rank, registration in registrations.items():
-            if type(rank) is not int or not 0 <= rank <= _MAX_RANK:
-                raise ValueError(f"registrations: rank {rank!r} must be an int from 0 to {_MAX_RANK}")
+            if type(rank) is not int or not 0 <= rank <= MAX_RANK:
+                raise ValueError(f"registrations: rank {rank!r} must be an int from 0 to {MAX_RANK}")
             described = isinstance(registration, Mapping) and "max_model_len" in registration
             if registration is not None and not described:
                 raise ValueError(
@@ -318,7 +327,7 @@ class InheritedEngine(_Described, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self._check_args()
-        _check_rank_count("ranks", self.ranks)
+        check_rank_count("ranks", self.ranks)
         for name in ("input_fd", "output_fd", "start_rank"):
             value = getattr(self, name)
             if type(value) is not int or value < 0:
@@ -351,10 +360,6 @@ AttachedEngine: TypeAlias = RemoteEngine | RunningEngine | InheritedEngine
 EngineSettings: TypeAlias = LaunchedEngine | AttachedEngine | InMemoryEngine
 """Every kind of engine core behind a client."""
 
-_MAX_RANK = 0xFFFF  # an identity has two bytes
-_MAX_PORT = 0xFFFF
-_SCHEMES = ("tcp://", "ipc://")
-
 
 def engine_ranks(engines: Sequence[EngineSettings]) -> tuple[int, ...]:
     """The ranks that ``engines`` stand for: one each for those that are started, in order; or those of the one that is
@@ -365,20 +370,6 @@ def engine_ranks(engines: Sequence[EngineSettings]) -> tuple[int, ...]:
     if isinstance(first, InheritedEngine):
         return tuple(range(first.start_rank, first.start_rank + first.ranks))
     return tuple(range(first.ranks if isinstance(first, RemoteEngine) else len(engines)))
-
-
-def _check_address(name: str, address: object) -> None:
-    good = isinstance(address, str) and address.startswith(_SCHEMES) and address not in _SCHEMES
-    if good and str(address).startswith("tcp://"):  # libzmq would take port 99999, and listen at another one
-        host, _, port = str(address).removeprefix("tcp://").rpartition(":")
-        good = bool(host) and (port == "*" or (port.isdecimal() and int(port) <= _MAX_PORT))
-    if not good:
-        raise ValueError(f"{name}={address!r} must be an address such as 'tcp://127.0.0.1:29550' or 'ipc:///path'")
-
-
-def _check_rank_count(name: str, value: object) -> None:
-    if type(value) is not int or not 1 <= value <= _MAX_RANK + 1:
-        raise ValueError(f"{name}={value!r} must be an int from 1 to {_MAX_RANK + 1}")
 
 
 class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,6 +47,11 @@ _RAISED: Final = re.compile(r"(?:^|[\]:] )((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|E
 """A line in which a traceback ends, behind whatever a logger puts before it."""
 
 
+def _with_remedy(message: str, remedy: str | None) -> str:
+    """Logs and tracebacks show the text of an error alone: it ends with what to do."""
+    return message if remedy is None or remedy in message else f"{message}: {remedy}"
+
+
 class EngineError(Exception):
     """Base class of every error of this package.
 
@@ -212,7 +217,7 @@ class RequestRejected(RequestError, ValueError):
         remedy: str | None = None,
         **request: Any,
     ) -> None:
-        super().__init__(message, **request)
+        super().__init__(_with_remedy(message, remedy), **request)
         self.parameter = parameter
         self.value = value
         self.remedy = remedy
@@ -306,7 +311,7 @@ class UtilityRejected(UtilityError, ValueError):
         remedy: str | None = None,
         **utility: Any,
     ) -> None:
-        super().__init__(message, **utility)
+        super().__init__(_with_remedy(message, remedy), **utility)
         self.parameter = parameter
         self.value = value
         self.remedy = remedy

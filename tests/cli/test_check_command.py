@@ -72,8 +72,13 @@ def test_the_list_starts_nothing() -> None:
         (["--attach", "tcp://127.0.0.1:99999"], 2, "tcp://HOST:PORT"),
         (["--attach", "tcp://203.0.113.1:1"], 2, "cannot listen there"),
         (["-k", "nothing fits this"], 2, "no check fits"),
-        (["--command", "/no/such/program"], 1, "/no/such/program"),
-        (["--junit", "/no/such/directory/x.xml"], 1, "/no/such/directory"),
+        (["--command", "/no/such/program"], 2, "--command /no/such/program"),
+        (["--command"], 2, "--command takes a program"),
+        (["--vllm", "/no/such/python", "model"], 2, "--vllm /no/such/python"),
+        (["--junit", "/no/such/directory/x.xml"], 2, "--junit /no/such/directory"),
+        (["--json", "/no/such/directory/x.json"], 2, "--json /no/such/directory"),
+        (["--patience", "-1"], 2, "--patience -1 must be"),
+        (["--rank", "-1"], 2, "--rank -1 must be"),
     ],
 )
 def test_wrong_usage_is_a_readable_line(arguments: list[str], code: int, words: str) -> None:

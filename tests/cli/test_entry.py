@@ -17,10 +17,28 @@ def run_cli(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[
 @pytest.mark.parametrize(
     ("arguments", "stdin", "code", "message", "remedy"),
     [
-        (["run", "--temperature", "-1", "x"], b"", 2, b"error: temperature", b": use a finite number"),
-        (["run", "--max-tokens", "0", "x"], b"", 2, b"error: max_tokens", b": use an int"),
+        (["run", "--temperature", "-1", "x"], b"", 2, b"error: temperature", b"  try: use a finite number"),
+        (["run", "--max-tokens", "0", "x"], b"", 2, b"error: max_tokens", b"  try: use an int"),
         (["run", "--max-model-len", "1", "x"], b"", 2, b"error: max_model_len", b""),
-        (["run", "  "], b"", 1, b"error: the prompt is empty", b"  try: "),
+        (["run", ""], b"", 2, b"error: the prompt is empty", b"  try: "),
+        (["run", "  "], b"", 2, b"error: the prompt is empty", b"  try: "),
+        (
+            ["engine", "--runner", "x", "--handshake", "ipc:///nobody/listens"],
+            b"",
+            2,
+            b"error: runner='x'",
+            b"module:factory",
+        ),
+        (
+            ["engine", "--runner", "nomod:f", "--handshake", "ipc:///nobody/listens"],
+            b"",
+            2,
+            b"error: runner='nomod:f' cannot be found",
+            b"No module named",
+        ),
+        (["bench", "engine", "--dtypes", "foo"], b"", 2, b"error: --dtypes foo", b"bfloat16"),
+        (["bench", "engine", "--batch-sizes", "1,x"], b"", 2, b"error: --batch-sizes", b"1,8,32"),
+        (["bench", "engine", "--rounds", "0"], b"", 2, b"error: --rounds 0", b"at least 1"),
         (
             ["engine", "/nope", "-q", "--handshake", "ipc:///nobody/listens"],
             b"",
@@ -28,8 +46,8 @@ def run_cli(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[
             b"error: ",
             b"/nope does not exist",
         ),
-        (["run", "-"], b"\n", 1, b"error: the prompt is empty", b"  try: "),
-        (["run", "-"], b"\xff", 1, b"error: standard input is not UTF-8", b"  try: "),
+        (["run", "-"], b"\n", 2, b"error: the prompt is empty", b"  try: "),
+        (["run", "-"], b"\xff", 2, b"error: standard input is not UTF-8", b"  try: "),
     ],
 )
 def test_bad_input_is_a_readable_line(

@@ -58,7 +58,9 @@ def test_faults_are_spelt_in_a_word(text: str, fault: Fault) -> None:
     assert parse_fault(text) == fault
 
 
-@pytest.mark.parametrize("text", ["kill", "explode@1", "hang=3@1", "kill@0", "garbage@add:1", "sleep=long@1"])
+@pytest.mark.parametrize(
+    "text", ["kill", "explode@1", "hang=3@1", "kill@0", "garbage@add:1", "sleep=long@1", "die@foo:1", "die@ad:1"]
+)
 def test_other_faults_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="fault="):
         parse_fault(text)
@@ -70,7 +72,12 @@ def mock(*arguments: str) -> subprocess.Popen[bytes]:
 
 
 def test_bad_options_are_told_in_a_line(tmp_path: Path) -> None:
-    for arguments in (["--handshake", "nowhere"], [*PLACE.split(), "--jitter", "2"], [*PLACE.split(), "--fault", "x"]):
+    for arguments in (
+        ["--handshake", "nowhere"],
+        [*PLACE.split(), "--jitter", "2"],
+        [*PLACE.split(), "--fault", "x"],
+        [*PLACE.split(), "--script", "/nope"],
+    ):
         with mock(*arguments) as process:
             assert process.stderr is not None
             assert process.stderr.read().startswith(b"error: ")

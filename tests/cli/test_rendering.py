@@ -97,7 +97,7 @@ def test_progress_on_a_terminal_is_one_line_that_disappears(monkeypatch: pytest.
 def test_an_error_is_a_line_and_its_remedy() -> None:
     rejected = RequestRejected("top_p=7 is out of range", parameter="top_p", value=7, remedy="use at most 1")
     assert error_lines(rejected) == "error: top_p=7 is out of range\n  try: use at most 1\n"
-    assert error_lines(RequestRejected("n=0: use 1", remedy="use 1")) == "error: n=0: use 1\n"  # said once
+    assert error_lines(RequestRejected("n=0: use 1", remedy="use 1")) == "error: n=0\n  try: use 1\n"  # said once
     assert error_lines(RuntimeError()) == "error: RuntimeError\n"
 
 

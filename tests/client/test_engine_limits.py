@@ -111,7 +111,8 @@ def test_the_registration_the_files_and_the_release() -> None:
     assert vllm({"max_loras": 3}, EngineCoreReadyResponse(64, vllm_version="0.28.0")).max_loras == 3
     assert not vllm({}, EngineCoreReadyResponse(64, vllm_version="9.0.0")).known_methods_only
     embedded = limits_of(None, EmbeddedEngine())
-    assert embedded == msgspec.structs.replace(UNKNOWN, structured_outputs_backend="guidance")
+    assert embedded == msgspec.structs.replace(UNKNOWN, structured_outputs_backend="guidance", embedded=True)
+    assert limits_of(None, EmbeddedEngine(max_logprobs=-1)).max_logprobs == -1
 
 
 def test_what_several_engines_take() -> None:

@@ -13,6 +13,7 @@ import torch
 
 from anyengine import (
     CommandEngine,
+    EmbeddedEngine,
     EmbedsPrompt,
     LoRARequest,
     MultiModalFeatureSpec,
@@ -24,6 +25,7 @@ from anyengine import (
     SamplingParams,
     StructuredOutputsParams,
     Tensor,
+    VLLMEngine,
 )
 from anyengine._client.engines.engine_limits import limits_of
 from anyengine._client.inputs.prompts import take_embeddings
@@ -88,6 +90,37 @@ def test_refused_sampling_parameters(args: dict[str, Any], params: dict[str, Any
         build(builder(**args), params=SamplingParams(**params))
     assert (caught.value.parameter, caught.value.request_id) == (parameter, "label")
     assert caught.value.remedy and "_params." not in str(caught.value)
+
+
+REMEDIES: list[
+    tuple[Any, Any, dict[str, Any], str, str]
+] = [  # prompt, parameters, fields; of the embedded engine, vLLM's
+    ((1,), {"logprobs": 30}, {}, "start the engine with max_logprobs=30", "start the engine with max_logprobs=30"),
+    ((1,), {"thinking_token_budget": 1}, {}, "the embedded one does not", "start the engine with a reasoning_parser"),
+    ((1,), {"trace_decode_token_ids": [1]}, {}, "the embedded one does not", "with enable_trace_replay=True"),
+    ((1,), {}, {"lora_request": LoRARequest("a", 1, "/a")}, "with max_loras=1 or more", "with enable_lora=True"),
+    (EMBEDS, {}, {}, "the embedded one does not", "start the engine with enable_prompt_embeds=True"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "params", "fields", "embedded", "vllm"), REMEDIES)
+def test_a_remedy_is_one_of_the_engine_in_use(
+    prompt: Any, params: dict[str, Any], fields: Any, embedded: str, vllm: str
+) -> None:
+    ready = EngineCoreReadyResponse(max_model_len=32, supports_lora=False)
+    for engine, remedy in ((EmbeddedEngine(), embedded), (VLLMEngine("m"), vllm)):
+        limits = msgspec.structs.replace(limits_of(ready, engine, MODEL), tasks=GENERATE)
+        with pytest.raises(RequestRejected) as caught:
+            build(RequestBuilder((MODEL, None, None), limits, "p"), prompt, SamplingParams(**params), **fields)
+        assert remedy in str(caught.value)
+
+
+def test_the_embedded_engine_allows_as_many_log_probabilities_as_it_is_told() -> None:
+    limits = limits_of(READY, EmbeddedEngine(max_logprobs=-1), MODEL)
+    made = RequestBuilder((MODEL, None, None), msgspec.structs.replace(limits, tasks=GENERATE), "p")
+    for logprobs in (400, -1):
+        sampling = build(made, params=SamplingParams(logprobs=logprobs)).sampling_params
+        assert sampling is not None and sampling.logprobs == logprobs
 
 
 @pytest.mark.feature("R15")

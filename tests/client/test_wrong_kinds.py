@@ -73,6 +73,32 @@ WRONG_ARGUMENTS: dict[str, tuple[str, Any, str, Call]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"drain_timeout_s": "a"}, "drain_timeout_s='a' must be a number of seconds at least 0"),
+        ({"drain_timeout_s": float("nan")}, "drain_timeout_s=nan must be at least 0"),
+        ({"startup_timeout_s": "a"}, "startup_timeout_s='a' must be a number of seconds at least 0, or None"),
+        ({"liveness_timeout_s": 0}, "liveness_timeout_s=0 must be above 0, or None for no limit"),
+        ({"max_unread_bytes": "a"}, "max_unread_bytes='a' must be an int of at least 1"),
+        ({"stats_sinks": print}, "stats_sinks=<built-in function print> must be a sequence of functions"),
+        ({"stats_sinks": [3]}, r"stats_sinks=\[3\] must be a sequence of functions"),
+        ({"on_progress": 3}, "on_progress=3 must be a function, or None"),
+        ({"on_notification": 3}, "on_notification=3 must be a function, or None"),
+    ],
+)
+async def test_settings_of_a_client(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        EngineClient(**settings)
+
+
+@pytest.mark.parametrize("name", ["drain", "abort_all", "ping", "health", "aclose"])
+async def test_times_are_numbers(served: tuple[EngineClient, ScriptedTwin], name: str) -> None:
+    parameter = "drain_timeout_s" if name == "aclose" else "timeout_s"
+    with anyio.fail_after(10), pytest.raises(ValueError, match=f"^{parameter}='x' must be a number of seconds"):
+        await getattr(served[0], name)(**{parameter: "x"})
+
+
 @pytest.mark.parametrize("name", WRONG_RECORDS)
 async def test_parameters_of_another_kind(served: tuple[EngineClient, ScriptedTwin], name: str) -> None:
     client, twin = served

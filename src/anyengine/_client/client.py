@@ -16,7 +16,7 @@ from anyengine._process.status import Status
 from anyengine._protocol import ClientState
 from anyengine._rules import given
 from anyengine._text import Tokenizer
-from anyengine.config import EmbeddedEngine, EngineSettings
+from anyengine.config import EngineSettings
 from anyengine.exceptions import ClientClosedError, EngineDeadError
 from anyengine.outputs import PoolingOutput
 from anyengine.params import PoolingParams, SamplingParams
@@ -41,6 +41,7 @@ from .session.closing import ShutdownReport
 from .session.debugging import DebugSnapshot
 from .session.events import ClientEvents
 from .session.notifications import Notification
+from .session.settings import engine_of
 from .shortcuts import RequestShortcuts
 from .vllm_names import VLLMNames
 
@@ -96,7 +97,7 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
         strict: bool = False,
     ) -> None:
         self._core = EngineCoreClient(
-            _engine_of(model, engine),
+            engine_of(model, engine),
             startup_timeout_s=startup_timeout_s,
             shutdown_grace_s=shutdown_grace_s,
             drain_timeout_s=drain_timeout_s,
@@ -380,23 +381,3 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
             "statistics_failures": self._reports.failures,
             **{f"rejections_{reason}": count for reason, count in desk.admission.rejections.items()},
         }
-
-
-def _engine_of(
-    model: str | None, engine: EngineSettings | Sequence[EngineSettings] | None
-) -> EngineSettings | Sequence[EngineSettings]:
-    """What is to be started, or joined.
-
-    Raises:
-        ValueError: both are given, or one as the other.
-    """
-    named: object = model
-    if named is not None and not isinstance(named, str):
-        raise ValueError(f"model must be a str; give the {type(named).__name__} as engine=...")
-    if isinstance(engine, str):
-        raise ValueError(f"engine={engine!r} is a model's name: give it as model, or in an EmbeddedEngine")
-    if model is not None and engine is not None:
-        raise ValueError(f"give model={model!r} or an engine, not both: an engine names its own model")
-    if engine is not None:
-        return engine
-    return EmbeddedEngine() if model is None else EmbeddedEngine(model=model)

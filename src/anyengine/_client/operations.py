@@ -354,7 +354,7 @@ class EngineOperations:
 
 def _refuse(method: str, parameter: str, value: Any, problem: str, remedy: str) -> NoReturn:
     """Refuse an argument of ``method`` before anything is sent."""
-    message = f"{parameter}={value!r:.200} {problem}: {remedy}"
+    message = f"{parameter}={value!r:.200} {problem}"
     raise UtilityRejected(message, method=method, parameter=parameter, value=value, remedy=remedy)
 
 

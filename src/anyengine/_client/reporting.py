@@ -154,6 +154,9 @@ class Reports:
     ) -> None:
         if interval_s is not None and not 0 < interval_s < math.inf:
             raise ValueError(f"stats_interval_s={interval_s!r} must be a number of seconds above 0, or None for never")
+        several: object = sinks
+        if not isinstance(several, Sequence) or not all(map(callable, several)):
+            raise ValueError(f"stats_sinks={sinks!r} must be a sequence of functions: [function]")
         self._take = take
         self._sinks = [_Sink(sink) for sink in sinks]
         self._interval_s = interval_s

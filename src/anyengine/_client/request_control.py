@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Literal, TypeAlias, Unpack
 
-from anyengine._rules import instance
+from anyengine._rules import a_type, instance
 from anyengine.exceptions import EngineAsleepError, RequestRejected
 from anyengine.outputs import RequestOutput
 from anyengine.params import BeamSearchParams, SamplingParams
@@ -185,11 +185,11 @@ class RequestControl:
         return was_closed
 
     async def _abort(self, states: Sequence[RequestState], timeout_s: float | None) -> tuple[str, ...]:
-        desk, session = self._entered_desk(), self._core.usable_session()
+        desk, session, patience = self._entered_desk(), self._core.usable_session(), Patience(timeout_s)
         aborted = desk.abort(states)
         if aborted:
             ranks = {state.rank for state in states}
-            await session.fences.wait(ranks.intersection(session.connection.rota.serving), Patience(timeout_s))
+            await session.fences.wait(ranks.intersection(session.connection.rota.serving), patience)
             self._core.usable_session()
         return aborted
 
@@ -199,7 +199,7 @@ def _names(request: RequestName | Iterable[RequestName]) -> list[RequestName]:
     for name in names:
         if not isinstance(name, str | RequestStream):
             raise RequestRejected(
-                f"request={name!r} is a {type(name).__name__}, which names no request",
+                f"request={name!r} is {a_type(name)}, which names no request",
                 parameter="request",
                 value=name,
                 remedy="give a label, a wire id or a stream, or several of these",

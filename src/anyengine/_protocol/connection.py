@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
-from anyengine._rules import reject
+from anyengine._rules import a_type, reject
 from anyengine._wire import (
     EEP_NOTIFICATION_CALL_ID,
     FAULT_STATUS_CALL_ID,
@@ -86,7 +86,7 @@ class Connection:
             EncodeError, RequestRejected, LocalProtocolError: see :meth:`add`.
         """
         if not isinstance(request, EngineCoreRequest):
-            reject("request", request, f"is a {type(request).__name__}", "use an EngineCoreRequest")
+            reject("request", request, f"is {a_type(request)}", "use an EngineCoreRequest")
         if type(request.client_index) is not int or request.client_index != self._client_index:
             raise LocalProtocolError(
                 f"client_index={request.client_index} is not this client's {self._client_index}: "
@@ -265,9 +265,9 @@ def checked_ids(request_ids: str | Iterable[str]) -> list[str]:
     if isinstance(request_ids, str):
         request_ids = (request_ids,)
     elif not isinstance(request_ids, Iterable):
-        reject("request_ids", request_ids, f"is a {type(request_ids).__name__}", "use a str, or several")
+        reject("request_ids", request_ids, f"is {a_type(request_ids)}", "use a str, or several")
     ids = list(request_ids)
     for request_id in ids:
         if not isinstance(request_id, str):
-            reject("request_ids", request_id, f"is a {type(request_id).__name__}", "use the str ids of requests")
+            reject("request_ids", request_id, f"is {a_type(request_id)}", "use the str ids of requests")
     return ids

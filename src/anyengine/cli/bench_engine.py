@@ -9,9 +9,9 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
-from anyengine.config import DEFAULT_MODEL
+from anyengine.config import DEFAULT_MODEL, DType
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, _SubParsersAction
@@ -35,6 +35,19 @@ class EngineBenchOptions:
     with_limit: bool
     json: str | None
     traceback: bool
+
+    def check(self) -> None:
+        """Raises:
+        ValueError: a dtype that there is not, or a count below 1.
+        """
+        for dtype in self.dtypes.split(","):
+            if dtype not in get_args(DType):
+                raise ValueError(f"--dtypes {self.dtypes}: {dtype!r} is none of {', '.join(get_args(DType))}")
+        if not all(size.isdecimal() and int(size) for size in self.batch_sizes.split(",")):
+            raise ValueError(f"--batch-sizes {self.batch_sizes} must be counts of at least 1, such as 1,8,32")
+        for name in ("input_tokens", "output_tokens", "rounds", "num_threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
 
 
 def add_engine_bench(subjects: _SubParsersAction[ArgumentParser]) -> None:
@@ -64,7 +77,6 @@ def run_engine_bench(options: EngineBenchOptions) -> int:
     """Measure and print; the exit code.
 
     Raises:
-        ValueError: an option makes no sense.
         ModelNotFoundError: there is no such model.
         RuntimeError: a contestant failed.
     """

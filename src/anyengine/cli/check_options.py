@@ -6,8 +6,10 @@ Owns names, defaults and help of this command; values are checked by the setting
 from __future__ import annotations
 
 import json
+import shutil
 from argparse import REMAINDER, ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyengine import CommandEngine, EmbeddedEngine, VLLMEngine
@@ -76,6 +78,24 @@ class CheckOptions:
         python, model = self.vllm
         args = {name.replace("-", "_"): _value(text) for name, text in map(_pair, self.arg)}
         return VLLMEngine(model, python=python, args=args, env=dict(map(_pair, self.env)))
+
+    def check(self) -> None:
+        """Raises:
+        ValueError: a number out of range, or a program or a directory that there is not.
+        """
+        if not 0 <= self.rank <= 0xFFFF:
+            raise ValueError(f"--rank {self.rank} must be from 0 to {0xFFFF}")
+        for option, value_s in (("--patience", self.patience), ("--startup-timeout", self.startup_timeout)):
+            if not value_s > 0:
+                raise ValueError(f"{option} {value_s:g} must be a number of seconds above 0")
+        if self.command == []:
+            raise ValueError("--command takes a program and its arguments, and stands last: --command ./my-engine")
+        for option, words in (("--command", self.command), ("--vllm", self.vllm)):
+            if words and not self.list and shutil.which(words[0]) is None:
+                raise ValueError(f"{option} {words[0]}: there is no such program")
+        for option, path in (("--junit", self.junit), ("--json", self.json)):
+            if path and not Path(path).parent.is_dir():
+                raise ValueError(f"{option} {path}: there is no such directory")
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -71,9 +71,13 @@ class EngineOptions:
 
     def check(self) -> None:
         """Raises:
-        ValueError: an address that no front end can have, a rank or a time out of range.
+        ValueError: an address that no front end can have, a rank or a time out of range, a runner that there is not.
         """
         check_place(self.handshake, self.rank)
+        if self.runner is not None:  # before a front end is waited for
+            from anyengine.engine.start import runner_factory
+
+            runner_factory(self.runner)
         if not self.reconnect_grace >= 0:
             raise ValueError(f"reconnect_grace={self.reconnect_grace} must be a number of seconds, 0 or more")
 

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         match options:
             case EngineBenchOptions():
-                return run_engine_bench(options)
+                return _bench_engine(options)
             case CheckOptions():
                 return _check(options)
             case EngineOptions():
@@ -114,6 +114,15 @@ def _bench_client(options: ClientBenchOptions) -> int:
     return run_client_bench(options)
 
 
+def _bench_engine(options: EngineBenchOptions) -> int:
+    try:
+        options.check()
+    except ValueError as error:
+        _fail(error, options)
+        return _USAGE
+    return run_engine_bench(options)
+
+
 def _bench_prefix(options: PrefixBenchOptions) -> int:
     try:
         options.check()
@@ -127,10 +136,10 @@ def _run(options: RunOptions) -> int:
     try:
         params, engine = options.sampling_params(), options.engine()
         _check_backend(options)
+        prompt = _read_prompt(options.prompt)
     except ValueError as error:  # RequestRejected is one, too
         _fail(error, options)
         return _USAGE
-    prompt = _read_prompt(options.prompt)
     if (reconfigure := getattr(sys.stdout, "reconfigure", None)) is not None:
         reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
     number = anyio.run(
@@ -150,6 +159,7 @@ def _check(options: CheckOptions) -> int:
     from anyengine.cli.check import check_engine  # loads the suite, which `run` does not need
 
     try:
+        options.check()
         target = options.target()
         _check_backend(options)
         return check_engine(options, target)

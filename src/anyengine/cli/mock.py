@@ -9,11 +9,13 @@ import re
 import sys
 from argparse import RawDescriptionHelpFormatter
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
+from anyengine._wire.methods import METHODS, OTHER_METHODS
 from anyengine.testing.scripted import Fault, Script
 from anyengine.testing.scripted.script import FaultKind
 
@@ -38,6 +40,8 @@ _EXAMPLES = """examples:
 
 _NAMES = {"die": "kill", "slow": "sleep", "malformed": "garbage"}
 _OUTGOING = ("out", "hello", "registration", "ready", "outputs", "reply")  # the rest comes in: add, abort, a method ...
+_INCOMING = ("in", "init", "add", "abort", "utility")
+_MESSAGES = frozenset((*_OUTGOING, *_INCOMING, *METHODS, *OTHER_METHODS))
 _FAULT = re.compile(r"(?P<do>[a-z_]+)(=(?P<value>[^@]+))?@((?P<kind>[a-z_]+):)?(?P<nth>\d+)")
 
 
@@ -66,15 +70,16 @@ class MockOptions:
 
     def make_script(self) -> Script:
         """Raises:
-        ValueError: a value is out of range, or the file is no script.
-        OSError: the file cannot be read.
+        ValueError: a value is out of range, or the file cannot be read, or is no script.
         """
         script = Script()
         if self.script is not None:
             try:
                 script = msgspec.json.decode(self.script.read_bytes(), type=Script)
+            except OSError as error:
+                raise ValueError(f"--script {self.script} cannot be read: {error.strerror}") from error
             except msgspec.DecodeError as error:
-                raise ValueError(f"script={str(self.script)!r} is no script: {error}") from error
+                raise ValueError(f"--script {self.script} is no script: {error}") from error
         changes = {
             "first_token_delay_s": self.ttft,
             "step_interval_s": self.tpot,
@@ -106,6 +111,10 @@ def parse_fault(text: str) -> Fault:
     fields: dict[str, Any] = {"do": do, "nth": int(found["nth"])}
     if kind is not None and kind not in ("in", "out"):
         fields["kind"] = kind
+    if kind is not None and kind not in _MESSAGES:
+        close = get_close_matches(kind, _MESSAGES, n=1)
+        did = f": did you mean {close[0]}?" if close else f": it is none of {', '.join(_OUTGOING[1:] + _INCOMING[1:])}"
+        raise ValueError(f"fault={text!r}: there is no message {kind!r}, and no method of an engine{did}")
     if kind is not None and kind not in _OUTGOING:
         fields["direction"] = "in"
     if value is not None:

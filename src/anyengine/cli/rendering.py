@@ -112,7 +112,9 @@ class StartupProgress:
 
 
 def error_lines(error: BaseException) -> str:
-    """``error`` for a person: what is wrong, and what to do about it where the error knows and has not said so."""
+    """``error`` for a person: what is wrong, and what to do about it where the error knows, in a line of its own."""
     text = str(error) or type(error).__name__
     remedy = getattr(error, "remedy", None)
+    if remedy:
+        text = text.removesuffix(f": {remedy}")
     return f"error: {text}\n" + (f"  try: {remedy}\n" if remedy and remedy not in text else "")

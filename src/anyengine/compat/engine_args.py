@@ -16,6 +16,7 @@ __all__ = ["AsyncEngineArgs", "QueueLimits"]
 
 _TAKEN: Final[dict[str, Any]] = {
     "dtype": str,
+    "max_logprobs": int,
     "max_model_len": int,
     "max_num_seqs": int,
     "max_num_batched_tokens": int,

@@ -23,7 +23,7 @@ from anyengine.engine.core.engine_core import EngineCore
 from anyengine.engine.interfaces import CollectiveRunner, ModelRunner
 from anyengine.engine.serving.server import Attachment, OnFailure, OnStop, serve
 
-__all__ = ["create_core", "failure_status", "run_attached_engine", "run_engine"]
+__all__ = ["create_core", "failure_status", "run_attached_engine", "run_engine", "runner_factory"]
 
 RunnerFactory = Callable[[EmbeddedEngine, Callable[[Status], None]], ModelRunner]
 
@@ -82,7 +82,7 @@ def create_core(config: EmbeddedEngine, rank: int, report: Callable[[Status], No
     Raises:
         Exception: whatever the model runner raised.
     """
-    runner = _runner_factory(config.runner)(config, report)
+    runner = runner_factory(config.runner)(config, report)
     if isinstance(runner, CollectiveRunner):
         return DataParallelCore(runner, config, rank=rank)
     return EngineCore(runner, config, rank=rank)
@@ -93,10 +93,21 @@ def failure_status(exc: BaseException) -> Status:
     return Status("failed", error=ChildError(_qualified_name(exc), str(exc), traceback.format_exc()))
 
 
-def _runner_factory(name: str) -> RunnerFactory:
+def runner_factory(name: str) -> RunnerFactory:
+    """What makes the model runner ``name``.
+
+    Raises:
+        ValueError: there is no such module, or no such factory in it.
+        ImportError: its module cannot be imported.
+    """
     path = "anyengine.engine.runner.model_runner:create_runner" if name == "transformers" else name
     module, _, attribute = path.partition(":")
-    return cast(RunnerFactory, getattr(importlib.import_module(module), attribute))
+    try:
+        return cast(RunnerFactory, getattr(importlib.import_module(module), attribute))
+    except (ModuleNotFoundError, AttributeError) as exc:
+        if name == "transformers" or (isinstance(exc, ModuleNotFoundError) and exc.name != module):
+            raise  # what the runner's module itself lacks
+        raise ValueError(f"runner={name!r} cannot be found, which must be 'module:factory': {exc}") from exc
 
 
 def _qualified_name(exc: BaseException) -> str:

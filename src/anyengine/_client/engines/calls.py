@@ -15,6 +15,7 @@ import anyio
 
 from anyengine._client.session.session import Session
 from anyengine._protocol import PendingCall
+from anyengine._setting_rules import check_seconds
 from anyengine.exceptions import EngineDeadError, EngineUnresponsiveError, UtilityError, UtilityTimeout
 
 from .liveness import PROBE
@@ -111,10 +112,12 @@ class EngineCalls:
 
         Raises:
             EngineUnresponsiveError: one has not answered within ``timeout_s``; it may be in a long step.
+            ValueError: ``timeout_s`` is no number of seconds.
             RequestRejected, EngineDeadError: see :meth:`utility`.
 
         Cancellation: safe.
         """
+        check_seconds("timeout_s", timeout_s)
         session = self.usable_session()
         if not session.connection.rota.alive:
             raise session.down()

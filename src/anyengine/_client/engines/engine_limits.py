@@ -100,12 +100,13 @@ def limits_of(
         known_methods_only=_is_vllm(engine) and newer_than_known(ready) is None,
         priorities=None if policy is None else policy == "priority",
         max_loras=registered.max_loras or started_with("max_loras", 1),
-        max_logprobs=started_with("max_logprobs", 20),
+        max_logprobs=engine.max_logprobs if isinstance(engine, EmbeddedEngine) else started_with("max_logprobs", 20),
         tokenizer=not started_with("skip_tokenizer_init", False),
         reasoning=arguments is not None and arguments.reasons,
         trace_replay=started_with("enable_trace_replay", False),
         structured_outputs_backend=_structured_outputs_backend(engine),
         pooler=started_with("pooler_config") or {},
+        embedded=isinstance(engine, EmbeddedEngine),
     )
 
 

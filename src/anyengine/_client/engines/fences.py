@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
+from anyengine._setting_rules import check_seconds
 from anyengine._transport.abc import PeerUnreachable
 from anyengine._wire import engine_identity
 from anyengine.exceptions import DrainTimeout, EngineDeadError
@@ -40,6 +41,7 @@ class Patience:
     """How long a caller waits, over several waits."""
 
     def __init__(self, timeout_s: float | None) -> None:
+        check_seconds("timeout_s", timeout_s, none="for no limit")
         self._timeout_s = math.inf if timeout_s is None else timeout_s
         self._deadline_s = anyio.current_time() + self._timeout_s
 

@@ -16,6 +16,7 @@ from anyengine._client.core_client import EngineCoreClient
 from anyengine._client.session.session import Session
 from anyengine._process.supervisor import SupervisedEngine
 from anyengine._protocol import ClientState, RankState
+from anyengine._setting_rules import check_seconds
 from anyengine._wire import EngineCoreOutput, EngineCoreRequest, WireSamplingParams, finish_reason_name
 from anyengine.exceptions import EngineDeadError, EngineError, EngineUnresponsiveError, OverloadedError, UtilityError
 
@@ -111,6 +112,7 @@ async def examine(core: EngineCoreClient, level: HealthLevel, timeout_s: float) 
     """See :meth:`EngineClient.health`."""
     if level not in ("process", "rpc", "generate"):
         raise ValueError(f"level={level!r} must be 'process', 'rpc' or 'generate'")
+    check_seconds("timeout_s", timeout_s)
     life = core.life
     verdicts: dict[int, _Finding] = {}
     if life.is_running:

@@ -54,7 +54,7 @@ class Embeddings(msgspec.Struct, frozen=True):
         """
         if not limits.prompt_embeds:
             # It would answer something meaningless.
-            _refuse(self.tensor.shape, "the engine takes no embeddings", "start it with enable_prompt_embeds=True")
+            _refuse(self.tensor.shape, "the engine takes no embeddings", limits.enabled_by("enable_prompt_embeds=True"))
         if limits.hidden_size is None:
             _refuse(self.tensor.shape, "the model's hidden size is unknown", "describe the engine with a model_dir")
         check_prompt_length(self.tensor.shape[0], limits, generates=generates)

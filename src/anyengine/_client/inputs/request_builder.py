@@ -17,7 +17,7 @@ import msgspec
 
 from anyengine._client.engines.model_info import ModelInfo, model_info
 from anyengine._protocol import EngineLimits, check_prompt, num_prompt_tokens, output_budget
-from anyengine._rules import reject
+from anyengine._rules import a_type, reject
 from anyengine._text import Detokenizer, Tokenizer, settle_structured_outputs, tokenize_bad_words
 from anyengine._wire import (
     EngineCoreReadyResponse,
@@ -290,7 +290,7 @@ def _replayed(params: SamplingParams, room_tokens: int) -> SamplingParams:
 def _check_label(label: object) -> None:
     if not isinstance(label, str):
         raise RequestRejected(
-            f"request_id={label!r} is a {type(label).__name__}, not a str",
+            f"request_id={label!r} is {a_type(label)}, not a str",
             parameter="request_id",
             value=label,
             remedy="give a str, or None for one of our own",

@@ -7,10 +7,10 @@ Owns the names, types and checks of these fields, shared by everything that make
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypedDict
+from typing import Any, Final, NoReturn, TypedDict
 
 from anyengine._protocol import EngineLimits
-from anyengine._rules import INT64_MIN, Rule, flag, integer, mapping, record, reject, text
+from anyengine._rules import INT64_MIN, Rule, a_type, flag, integer, mapping, record, reject, text
 from anyengine._wire import KvHintsEnvelope, MultiModalFeatureSpec
 from anyengine.exceptions import RequestRejected
 from anyengine.params import LoRARequest
@@ -65,7 +65,7 @@ def _check_header(name: str, key: Any, value: Any) -> None:
 
 def _check_keyword(name: str, key: Any, _value: Any) -> None:
     if not isinstance(key, str):
-        reject(f"{name} key", key, f"is a {type(key).__name__}", "use str keys")
+        reject(f"{name} key", key, f"is {a_type(key)}", "use str keys")
 
 
 def _features(name: str, value: Any) -> list[MultiModalFeatureSpec] | None:
@@ -73,7 +73,7 @@ def _features(name: str, value: Any) -> list[MultiModalFeatureSpec] | None:
         return None
     remedy = "use a sequence of MultiModalFeatureSpec"
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        reject(name, value, f"is a {type(value).__name__}", remedy)
+        reject(name, value, f"is {a_type(value)}", remedy)
     for feature in value:
         if not isinstance(feature, MultiModalFeatureSpec):
             reject(name, value, f"has a {type(feature).__name__} in it", remedy)
@@ -117,28 +117,20 @@ def check_fields(fields: RequestFields, limits: EngineLimits, *, multimodal: boo
     given: Mapping[str, Any] = fields
     checked = {name: kept for name, value in given.items() if (kept := _RULES[name](name, value)) is not None}
     if checked.get("lora_request") is not None and limits.lora is False:
-        _refuse(
-            "lora_request", fields, "LoRA is not enabled in the engine, which would use the base model", "enable_lora"
-        )
+        problem = "LoRA is not enabled in the engine, which would use the base model"
+        _refuse("lora_request", fields, problem, limits.enabled_by("enable_lora=True"))
     if checked.get("priority") and limits.priorities is False:
-        _refuse("priority", fields, "the engine schedules first come, first served", "scheduling_policy='priority'")
+        problem = "the engine schedules first come, first served"
+        _refuse("priority", fields, problem, limits.enabled_by("scheduling_policy='priority'"))
     if "mm_features" in checked and not multimodal:
         # A vLLM engine with a model of text alone never schedules such a request, nor anything behind it.
-        raise RequestRejected(
-            "mm_features: "
-            + ("the model takes text alone" if multimodal is False else "nothing is known of the model"),
-            parameter="mm_features",
-            value=fields.get("mm_features"),
-            remedy="use a multimodal model; or describe the engine with a model_dir, whose config.json says what it is",
-        )
+        problem = "the model takes text alone" if multimodal is False else "nothing is known of the model"
+        remedy = "use a multimodal model; or describe the engine with a model_dir, whose config.json says what it is"
+        value = fields.get("mm_features")
+        raise RequestRejected(f"mm_features: {problem}", parameter="mm_features", value=value, remedy=remedy)
     return checked
 
 
-def _refuse(name: str, fields: RequestFields, problem: str, argument: str) -> None:
-    value = fields.get(name)
-    raise RequestRejected(
-        f"{name}={value!r:.200}: {problem}",
-        parameter=name,
-        value=value,
-        remedy=f"leave it out, or start the engine with the argument {argument}",
-    )
+def _refuse(name: str, fields: RequestFields, problem: str, way: str) -> NoReturn:
+    value, remedy = fields.get(name), f"leave it out, or {way}"
+    raise RequestRejected(f"{name}={value!r:.200}: {problem}", parameter=name, value=value, remedy=remedy)

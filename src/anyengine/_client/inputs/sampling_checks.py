@@ -28,12 +28,11 @@ def check_sampling(params: SamplingParams, limits: EngineLimits, *, num_prompt_t
         start = params.routed_experts_prompt_start
         reject("routed_experts_prompt_start", start, "exceeds the prompt", f"use at most {num_prompt_tokens}")
     for name, enabled, argument in (
-        ("thinking_token_budget", limits.reasoning, "reasoning_parser"),
-        ("trace_decode_token_ids", limits.trace_replay, "enable_trace_replay"),
+        ("thinking_token_budget", limits.reasoning, "a reasoning_parser"),
+        ("trace_decode_token_ids", limits.trace_replay, "enable_trace_replay=True"),
     ):
         if (value := getattr(params, name)) is not None and not enabled:
-            remedy = f"leave it out, or start the engine with the argument {argument}"
-            reject(name, value, "would be ignored by the engine", remedy)
+            reject(name, value, "would be ignored by the engine", f"leave it out, or {limits.enabled_by(argument)}")
 
 
 def _check_log_probs(params: SamplingParams, limits: EngineLimits) -> None:

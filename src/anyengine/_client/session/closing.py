@@ -17,6 +17,7 @@ import msgspec
 
 from anyengine._client.engines.liveness import PROBE
 from anyengine._process.supervisor import SupervisedEngine
+from anyengine._setting_rules import check_seconds
 from anyengine._transport.abc import PeerUnreachable
 from anyengine._wire import engine_identity
 
@@ -110,6 +111,7 @@ class Closing:
 
         Cancellation: ends the drain, and nothing else.
         """
+        check_seconds("drain_timeout_s", drain_timeout_s, none="for what the client was told")
         self._session.check_thread()
         if self._session.is_released:
             return

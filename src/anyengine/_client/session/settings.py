@@ -11,13 +11,14 @@ from typing import Literal, Self
 
 from anyengine._environment import ENGINE_READY_TIMEOUT_S
 from anyengine._process.status import Status
+from anyengine._setting_rules import check_callable, check_count, check_seconds
 from anyengine.config import AttachedEngine, EmbeddedEngine, EngineSettings, InMemoryEngine, VLLMEngine
 from anyengine.policies import RestartPolicy
 
 from .defaults import default_grace_s, warn_of_pickles
 from .notifications import Notification
 
-__all__ = ["SessionSettings"]
+__all__ = ["SessionSettings", "engine_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +61,13 @@ class SessionSettings:
         """
         if on_death not in ("report", "cancel"):
             raise ValueError(f"on_death={on_death!r} must be 'report' or 'cancel'")
-        if liveness_timeout_s is not None and not liveness_timeout_s > 0:
-            raise ValueError(f"liveness_timeout_s={liveness_timeout_s!r} must be above 0, or None for no limit")
+        check_seconds("liveness_timeout_s", liveness_timeout_s, "above 0", none="for no limit")
         for name, given in (("startup_timeout_s", startup_timeout_s), ("shutdown_grace_s", shutdown_grace_s)):
-            if given is not None and not given >= 0:
-                raise ValueError(f"{name}={given!r} must be at least 0, or None for the default")
-        if not drain_timeout_s >= 0:
-            raise ValueError(f"drain_timeout_s={drain_timeout_s!r} must be at least 0")
-        if max_unread_bytes < 1:
-            raise ValueError(f"max_unread_bytes={max_unread_bytes!r} must be at least 1")
+            check_seconds(name, given, none="for the default")
+        check_seconds("drain_timeout_s", drain_timeout_s)
+        check_count("max_unread_bytes", max_unread_bytes, 1)
+        for name, function in (("on_progress", on_progress), ("on_notification", on_notification)):
+            check_callable(name, function)
         engines = _engines(engine)
         if restart is not None and not isinstance(restart, RestartPolicy):
             raise ValueError(f"restart={restart!r} must be a RestartPolicy, or None for no restarts")
@@ -98,6 +97,26 @@ class SessionSettings:
         """What was started as ``rank``; or what was joined, with all its ranks."""
         first = self.engines[0]
         return first if isinstance(first, AttachedEngine) else self.engines[rank]
+
+
+def engine_of(
+    model: str | None, engine: EngineSettings | Sequence[EngineSettings] | None
+) -> EngineSettings | Sequence[EngineSettings]:
+    """What is to be started, or joined.
+
+    Raises:
+        ValueError: both are given, or one as the other.
+    """
+    named: object = model
+    if named is not None and not isinstance(named, str):
+        raise ValueError(f"model must be a str; give the {type(named).__name__} as engine=...")
+    if isinstance(engine, str):
+        raise ValueError(f"engine={engine!r} is a model's name: give it as model, or in an EmbeddedEngine")
+    if model is not None and engine is not None:
+        raise ValueError(f"give model={model!r} or an engine, not both: an engine names its own model")
+    if engine is not None:
+        return engine
+    return EmbeddedEngine() if model is None else EmbeddedEngine(model=model)
 
 
 def _in_memory(engine: EngineSettings) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
-from anyengine._rules import reject
+from anyengine._rules import a_type, reject
 from anyengine._wire import MultiModalFeatureSpec, MultiModalFieldElem, Tensor, is_torch_dtype
 
 from .limits import EngineLimits
@@ -112,7 +112,7 @@ def _check_nested(name: str, value: Any) -> None:
         for index, item in enumerate(value):
             _check_nested(f"{name}[{index}]", item)
     elif not isinstance(value, int | float):
-        problem = f"is a {type(value).__name__}"
+        problem = f"is {a_type(value)}"
         reject(name, value, problem, "use a tensor, a number, or lists of them to any depth")
 
 
@@ -120,7 +120,7 @@ def _check_slices(name: str, value: Any) -> None:
     """A slice is ``[start, stop, step]``; lists of them to any depth."""
     remedy = "use [start, stop, step], or lists of them"
     if not isinstance(value, list):
-        reject(name, value, f"is a {type(value).__name__}", remedy)
+        reject(name, value, f"is {a_type(value)}", remedy)
     if value and not isinstance(value[0], list):
         if len(value) > 3 or not all(item is None or type(item) is int for item in value):
             reject(name, value, "is no slice", remedy)

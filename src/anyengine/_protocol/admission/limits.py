@@ -22,7 +22,8 @@ class EngineLimits(msgspec.Struct, frozen=True):
     schedules by priority. ``known_methods_only``: the engine is vLLM, of a release whose utility methods we know, so
     that no others are worth a call. ``max_loras`` adapters stay loaded at least. ``max_logprobs`` -1: as many as the
     vocabulary has. ``pooler`` has the defaults of pooling parameters. These last ones and those below have the value of
-    a vLLM engine without arguments of its own where nobody told us; what they allow hurts no engine.
+    a vLLM engine without arguments of its own where nobody told us; what they allow hurts no engine. ``embedded``: it
+    is ours, whose settings are not all vLLM's.
     """
 
     max_model_len: int
@@ -41,6 +42,15 @@ class EngineLimits(msgspec.Struct, frozen=True):
     trace_replay: bool = False
     structured_outputs_backend: str = "auto"
     pooler: Mapping[str, Any] = {}
+    embedded: bool = False
+
+    def enabled_by(self, argument: str) -> str:
+        """How to have what vLLM's ``argument`` turns on: the second half of a remedy."""
+        if not self.embedded:
+            return f"start the engine with {argument}"
+        if argument.startswith("enable_lora"):
+            return "start the engine with max_loras=1 or more"
+        return "use an engine that has it, such as vLLM's: the embedded one does not"
 
     @classmethod
     def unknown(cls) -> EngineLimits:
@@ -63,5 +73,5 @@ class EngineLimits(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(first, **merged)
 
 
-_SWITCHES: Final = ("known_methods_only", "tokenizer", "reasoning", "trace_replay")
+_SWITCHES: Final = ("known_methods_only", "tokenizer", "reasoning", "trace_replay", "embedded")
 _KNOWN_SWITCHES: Final = ("lora", "prompt_embeds", "fault_tolerance", "priorities")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 
+from anyengine._rules import a_type
 from anyengine.exceptions import RequestRejected
 
 from .limits import EngineLimits
@@ -87,7 +88,7 @@ def check_token_ids(
     if set(map(type, ids)) - {int}:
         position, token_id = next((i, token_id) for i, token_id in enumerate(ids) if type(token_id) is not int)
         raise RequestRejected(
-            f"{parameter}[{position}]={_short(token_id)} is a {type(token_id).__name__}, not an int",
+            f"{parameter}[{position}]={_short(token_id)} is {a_type(token_id)}, not an int",
             parameter=parameter,
             value=token_id,
             remedy="give plain ints (for an array: .tolist())",

@@ -11,6 +11,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from anyengine._rules import a_type
 from anyengine._wire import HARMFUL, HARMFUL_IN_WORKERS, METHODS, OTHER_METHODS, Dialect
 from anyengine.exceptions import UtilityRejected
 
@@ -30,7 +31,7 @@ def check_utility(method: object, args: Sequence[Any], dialect: Dialect, limits:
     """
     try:
         if not isinstance(method, str):
-            _refuse("method", method, f"is a {type(method).__name__}, not a name", "give the name of a method")
+            _refuse("method", method, f"is {a_type(method)}, not a name", "give the name of a method")
         _check_name(method, dialect, limits)
         _check_arguments(method, args, dialect, limits)
     except UtilityRejected as exc:
@@ -69,7 +70,7 @@ def _check_arguments(method: str, args: Sequence[Any], dialect: Dialect, limits:
 def _check_worker_call(args: Sequence[Any]) -> None:
     name = args[0] if args else None
     if not isinstance(name, str):
-        problem = f"is a {type(name).__name__}: a callable would have to be pickled, which this client never does"
+        problem = f"is {a_type(name)}: a callable would have to be pickled, which this client never does"
         _refuse("args[0]", name, problem, "give the name of a method that the workers have")
     if name.startswith("_"):
         _refuse("args[0]", name, "is private to the workers", _SURE)
@@ -77,6 +78,6 @@ def _check_worker_call(args: Sequence[Any]) -> None:
         _refuse("args[0]", name, f"must not be called: {why}", _SURE)
     _, _, positional, keyword = (*args, *(None,) * 4)[:4]
     if positional is not None and not isinstance(positional, list | tuple):
-        _refuse("args[2]", positional, f"is a {type(positional).__name__}", "use a list of arguments")
+        _refuse("args[2]", positional, f"is {a_type(positional)}", "use a list of arguments")
     if keyword is not None and not (isinstance(keyword, Mapping) and all(isinstance(key, str) for key in keyword)):
         _refuse("args[3]", keyword, "are no keyword arguments", "use a dict with str keys, or None")
