@@ -60,10 +60,8 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
         engine: a fully described engine instead of ``model``, or several: the data-parallel ranks of one client.
         startup_timeout_s, shutdown_grace_s, drain_timeout_s, liveness_timeout_s, max_unread_bytes, on_death,
             on_progress, on_notification: see :class:`EngineCoreClient`.
-        restart: start an engine again that dies once it was ready, and what becomes of the requests meanwhile.
-            ``None``: its death is final.
-        retries: send a request again that failed before its first token with an error that says ``retryable``.
-            ``None``: nothing is sent twice.
+        restart: start an engine again that dies once it was ready, and what becomes of requests. ``None``: never.
+        retries: send a request again that failed before its first token with a ``retryable`` error. ``None``: never.
         max_num_queued_reqs: how many sequences may be in flight or on their way; ``None``: what the engine's args say.
         max_num_queued_tokens: how many prompt tokens may wait for their first output; ``None``: as above. A longer
             prompt is taken when no other one waits.

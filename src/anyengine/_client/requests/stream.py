@@ -90,8 +90,7 @@ class RequestStream(StreamViews):
 
     @property
     def wire_id(self) -> str | None:
-        """Its id on the wire, or its first completion's: no other request has it, and a retry or a replay changes it;
-        ``None`` before the request is sent."""
+        """Its own id on the wire, or its first completion's; a retry or a replay changes it; ``None``: not sent yet."""
         return None if self._completions is None else self._completions.states[0].wire_id
 
     @property
@@ -101,8 +100,7 @@ class RequestStream(StreamViews):
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it is in flight any more, nor will be: its last output or its error was delivered, or it
-        was closed."""
+        """Whether its last output or its error was delivered, or it was closed: nothing of it will be in flight."""
         return self._over
 
     @property
@@ -112,8 +110,7 @@ class RequestStream(StreamViews):
 
     @property
     def lag(self) -> int:
-        """How many tokens have arrived and have not been taken: how far the consumer is behind. They wait in one
-        merged piece."""
+        """How many tokens have arrived and have not been taken: they wait in one merged piece."""
         return 0 if self._completions is None else self._completions.lag
 
     # ------------------------------------------------------------------- context
@@ -306,8 +303,7 @@ class RequestStream(StreamViews):
             RequestFailed: the engine ended the request with an error, or aborted it on its own account.
             EngineDeadError: the engine died, or the client is closed; again on every further call.
             BusyResourceError: another task is iterating.
-            WrongLoopError: called in another thread than the client's. (Not where the item of a stream of one answer is
-                ready: the hot loop does not look.)
+            WrongLoopError: in another thread than the client's, unless the item of an only answer is ready.
 
         Cancellation: aborts the request, unless the stream was entered with ``async with``, whose end then does. An
         output leaves the stream only by being returned: none is lost.
