@@ -306,7 +306,7 @@ async def test_a_long_prompt_leaves_the_loop_free(model_dir: str) -> None:
 
             tasks.start_soon(tick)
             tasks.start_soon(send)
-        assert ticks > 20
+        assert ticks > 5  # one or two, were the loop held up
     assert sent(scripted, "add") == []
 
 
