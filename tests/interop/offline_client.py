@@ -38,6 +38,7 @@ class OfflineClient:
             connection=self.connection,
             fences=SimpleNamespace(look_at_late_outputs=lambda: None),
             on_room=None,
+            received_s=0.0,
             settings=SimpleNamespace(restart=None),
         )
         core: Any = SimpleNamespace(session=session, add=self._add, abort=self._abort)

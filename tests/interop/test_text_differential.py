@@ -235,7 +235,7 @@ def test_beams_are_vllms(
 def likeliest(prompt: list[int], count: int) -> dict[int, Logprob]:
     """The distribution behind ``prompt``: the model of ``vllm_text_child.py``."""
     seed = b"".join(token.to_bytes(4, "big") for token in prompt)
-    weights = [1 + zlib.crc32(bytes([token]), zlib.crc32(seed)) % 997 for token in range(12)]
+    weights = [1 + zlib.crc32(bytes([token]), zlib.crc32(seed)) % 997 + token / 100 for token in range(12)]  # no ties
     total = sum(weights)
     ranked = sorted(range(12), key=lambda token: (-weights[token], token))[:count]
     return {token: Logprob(math.log(weights[token] / total), rank) for rank, token in enumerate(ranked, 1)}

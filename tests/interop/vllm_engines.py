@@ -40,8 +40,8 @@ _GEOMETRY = {
 _ARGS = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": MAX_NUM_SEQS}
 VLLM_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
-on_asyncio = pytest.mark.parametrize("anyio_backend", [("asyncio", {})], ids=["asyncio"])
-on_trio = pytest.mark.parametrize("anyio_backend", [("trio", {})], ids=["trio"])
+on_asyncio = pytest.mark.parametrize("anyio_backend", [("asyncio", {})], ids=["asyncio"], scope="module")
+on_trio = pytest.mark.parametrize("anyio_backend", [("trio", {})], ids=["trio"], scope="module")
 """For what is the same on every loop: it is the engine that is asked, and each start of one takes 10 s of CPU time."""
 
 one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

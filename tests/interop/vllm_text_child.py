@@ -206,7 +206,7 @@ class BeamEngine:
 def likeliest(prompt: dict[str, Any], count: int) -> list[tuple[int, float]]:
     """Of twelve tokens; written once more in ``test_text_differential.py``."""
     seed = b"".join(token.to_bytes(4, "big") for token in prompt["prompt_token_ids"])
-    weights = [1 + zlib.crc32(bytes([token]), zlib.crc32(seed)) % 997 for token in range(12)]
+    weights = [1 + zlib.crc32(bytes([token]), zlib.crc32(seed)) % 997 + token / 100 for token in range(12)]  # no ties
     total = sum(weights)
     ranked = sorted(range(12), key=lambda token: (-weights[token], token))[:count]
     return [(token, math.log(weights[token] / total)) for token in ranked]
