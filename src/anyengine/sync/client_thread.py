@@ -364,7 +364,7 @@ class ClientThread:
                 if anyio.current_effective_deadline() > -inf:
                     with suppress(InvalidStateError):
                         future.set_exception(exc)
-                    return
+                    return  # noqa: ASYNC104 - it is another's
                 refuse(future)  # unless it is the caller who has cancelled it
                 raise
             except BaseException as exc:  # noqa: BLE001 - for the thread that waits: raised there

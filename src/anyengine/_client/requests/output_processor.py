@@ -81,9 +81,10 @@ class OutputProcessor:
         Cancellation: safe.
         """
         received = self._items_taken + len(self._session.feed)
-        # A turn of the loop is a slice of the work: nothing is gained by being woken when it is done.
-        while self._session.cause is None and self._items_taken - bool(self._rest) < received:
-            await anyio.lowlevel.checkpoint()
+        while True:
+            if self._session.cause is not None or self._items_taken - bool(self._rest) >= received:
+                return
+            await anyio.lowlevel.checkpoint()  # a turn is a slice of the work: nothing is gained by being woken
 
     def take(self, item: SessionItem) -> None:
         """Process one item of the session's feed, or begin with it."""
