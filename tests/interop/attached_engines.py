@@ -20,7 +20,7 @@ from typing import Any
 
 __all__ = ["AsyncLLMChild", "RustFrontend", "attached_engine", "free_port"]
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 """For each thing that is waited for. vLLM takes 10 s to import on an idle machine, and a minute on a busy one."""
 GRACE_S = "1"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}

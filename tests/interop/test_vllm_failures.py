@@ -174,7 +174,8 @@ async def test_a_killed_worker_takes_the_engine_with_it(vllm_python: str, model:
             (worker,) = victim.holdings.workers
             cause = await victim.suffer(worker.kill, limit_s=5)
     assert cause.pid == victim.pid
-    assert "ENGINE_CORE_DEAD" in str(cause) or cause.exit_code == 1
+    # On a full machine its sockets may close before its last word is read, and long before it ends.
+    assert "ENGINE_CORE_DEAD" in str(cause) or cause.exit_code == 1 or "connection is gone" in str(cause)
     assert type(victim.error) is EngineDeadError
     assert not victim.holdings.left()
 

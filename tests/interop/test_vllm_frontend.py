@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.timeout(400)]
 
 MAX_TOKENS = 12
 PROMPT = "Once upon a time"
-READY_S = 240
+READY_S = 240.0
 
 APPLICATION = """
 import json
