@@ -66,6 +66,7 @@ SYNCHRONOUS: Final = frozenset(
         "RequestStream.abort",
         "RequestStream.close_nowait",
         "RequestStream.disown",
+        "RequestStream.give_up",
         "RequestStream.parsed",
         "RequestStream.text_stream",
         "RequestStream.token_stream",
