@@ -44,7 +44,7 @@ class Liveness:
         self._looking_twice = False
         self._unanswered: dict[int, int] = dict.fromkeys(ranks, 0)  # calls of ours, by rank
         self._answers: dict[int, int] = dict.fromkeys(ranks, 0)
-        self._watches: dict[int, int] = dict.fromkeys(ranks, 0)  # the number of the present watch, by rank
+        self._watches: dict[int, anyio.CancelScope] = {}  # the present one of each rank
 
     async def watch_connections(self, link: Literal["input", "output"], monitor: PeerMonitor) -> None:
         """Follow the connections of one socket, from before the first engine is started."""
@@ -59,25 +59,31 @@ class Liveness:
             self._connections_changed = anyio.Event()
 
     def watch(self, rank: int) -> None:
-        """Ask the rank's main loop for signs of life from now on, if there is a limit."""
-        self._watches[rank] += 1
+        """Ask the rank's main loop for signs of life from now on, if there is a limit. Ends the watch over the engine
+        that had the rank before."""
+        if (former := self._watches.pop(rank, None)) is not None:
+            former.cancel()
         if (limit_s := self._session.settings.liveness_timeout_s) is not None:
-            watch = self._watches[rank]
-            self._session.tasks.start_soon(self._session.own, self._watch_main_loop, rank, limit_s, watch)
+            watch = self._watches[rank] = anyio.CancelScope()
+            self._session.tasks.start_soon(self._session.own, self._watch, rank, limit_s, watch)
 
-    async def _watch_main_loop(self, rank: int, limit_s: float, watch: int) -> None:
+    async def _watch(self, rank: int, limit_s: float, watch: anyio.CancelScope) -> None:
+        with watch:
+            await self._watch_main_loop(rank, limit_s)
+
+    async def _watch_main_loop(self, rank: int, limit_s: float) -> None:
         """Ask a rank again and again, whether it talks or not: what it says may be old, or somebody else's. It is lost
         when an answer is due for the limit; or for half of it, and nothing was heard for the whole."""
         tick_s, asked_s = limit_s / 8, anyio.current_time()
         while True:
             await anyio.sleep(max(0.0, asked_s + limit_s / 2 - anyio.current_time()))
-            if not self._serves(rank) or watch != self._watches[rank]:
+            if not self._serves(rank):
                 return
             asked_s, answers, doubted = anyio.current_time(), self._answers[rank], False
             self._ask(rank)
             while self._answers[rank] == answers:
                 await anyio.sleep(tick_s)
-                if not self._serves(rank) or watch != self._watches[rank]:
+                if not self._serves(rank):
                     return
                 now_s = anyio.current_time()
                 waited_s, silence_s = now_s - asked_s, now_s - self.last_heard_s[rank]
