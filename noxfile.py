@@ -34,7 +34,9 @@ VLLM_RS = "vllm==0.33.0"
 
 
 # Whole files to each worker: their fixtures start engines. In their own order: a file of few tests is not a cheap one.
+# A worker that a test takes down, by its time limit too, ends the run: others would wait for it for good.
 WORKERS = ["--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
+WORKERS += ["--max-worker-restart=0"]
 
 
 def install(session: nox.Session) -> None:

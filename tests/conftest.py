@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,9 @@ collect_ignore = [] if os.environ.get("ANYENGINE_VLLM_PYTHON") else ["interop"]
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(anyengine.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
+
+_SIGNALS_BLOCKED = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+_SIGNALS = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
 # BlockBuster asks asyncio alone whether the calling thread runs a loop. The code is the same on trio: so is the guard.
 blockbuster.blockbuster.asyncio = SimpleNamespace(
@@ -65,6 +69,14 @@ def no_blocking_calls(request: pytest.FixtureRequest, blocking_guard: BlockBuste
     yield
     if exempt:
         blocking_guard.activate()
+
+
+@pytest.fixture(autouse=True)
+def signals_as_they_were() -> Iterator[None]:
+    """A test that leaves a signal blocked or handled makes one hang that comes long after it."""
+    yield
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == _SIGNALS_BLOCKED
+    assert {number: signal.getsignal(number) for number in _SIGNALS} == _SIGNALS
 
 
 @pytest.fixture(scope="session")

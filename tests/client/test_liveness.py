@@ -89,8 +89,9 @@ async def test_our_own_loop_held_up_is_no_sign_of_the_engines_death() -> None:
         async with EngineClient(engine=toy(), liveness_timeout_s=1.2) as client:
             for _ in range(3):
                 await asked(client.core, 1)
-                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+                before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
                 signal.sigtimedwait({signal.SIGUSR1}, 1.5)  # holds up the thread and the loop in it, beyond the limit
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             assert await client.ping() >= 0
             assert client.state is ClientState.READY
 
