@@ -1,13 +1,10 @@
-"""State machines over the ranks: whose turn it is, and which of them it must be that something speaks of.
+"""State machines over the ranks: which of them take requests, and which of them it must be that something speaks of.
 
 The model of the second one is the world itself: engines with their connections, some of which fail.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
@@ -28,24 +25,6 @@ class RotaMachine(CountedMachine):
     def begin(self, num_ranks: int) -> None:
         self.rota = RankRota(range(num_ranks))
         self.stage = dict.fromkeys(range(num_ranks), "serving")
-        self.turns: Counter[int] = Counter()
-
-    @rule()
-    def take_turns(self) -> None:
-        candidates = self._of("serving") or self._of("dying")
-        if not candidates:
-            with pytest.raises(IndexError):
-                self.rota.next()
-            return
-        assert sorted(self.rota.next() for _ in candidates) == candidates  # each once, wherever it starts
-
-    @rule()
-    def take_one_turn(self) -> None:
-        candidates = self._of("serving") or self._of("dying")
-        if not candidates:
-            return
-        self.turns[self.rota.next()] += 1
-        assert max(self.turns[rank] for rank in candidates) - min(self.turns[rank] for rank in candidates) <= 1
 
     @rule(rank=PICK)
     def retire(self, rank: int) -> None:
@@ -53,14 +32,18 @@ class RotaMachine(CountedMachine):
         assert self.rota.retire(rank) is was_serving
         if was_serving:
             self.stage[rank] = "dying"
-            self.turns.clear()
 
     @rule(rank=PICK)
     def bury(self, rank: int) -> None:
         self.rota.bury(rank)
         if rank in self.stage:
             self.stage[rank] = "dead"
-            self.turns.clear()
+
+    @rule(rank=PICK)
+    def revive(self, rank: int) -> None:
+        if self.stage.get(rank) == "dead":
+            self.rota.revive(rank)
+            self.stage[rank] = "serving"
 
     def _of(self, stage: str) -> list[int]:
         return [rank for rank, now in self.stage.items() if now == stage]

@@ -34,13 +34,17 @@ if TYPE_CHECKING:
     from ._client.session.events import ClientEvents
     from ._process.status import Status
     from ._protocol import (
+        Balancer,
         ClientEvent,
         ClientState,
         CurrentState,
         EEPNotification,
         FaultStatus,
+        LeastLoaded,
         RankChanged,
+        RankLoad,
         RankState,
+        SessionAffinity,
         StateChanged,
     )
     from ._text import Tokenizer
@@ -135,6 +139,7 @@ if TYPE_CHECKING:
     from .policies import RestartPolicy, RetryPolicy
 
 __all__ = [
+    "Balancer",
     "BeamSearchParams",
     "ChatParser",
     "ChatPrompt",
@@ -180,6 +185,7 @@ __all__ = [
     "KvHintsEnvelope",
     "LateChunkingParams",
     "LateInteractionParams",
+    "LeastLoaded",
     "LoRARequest",
     "LocalProtocolError",
     "Logprob",
@@ -206,6 +212,7 @@ __all__ = [
     "ProtocolError",
     "RankChanged",
     "RankHealth",
+    "RankLoad",
     "RankState",
     "RankStatistics",
     "RankTotals",
@@ -226,6 +233,7 @@ __all__ = [
     "RunningEngine",
     "SamplingMask",
     "SamplingParams",
+    "SessionAffinity",
     "ShutdownReport",
     "SpecDecodeMetrics",
     "StartupTimeout",
@@ -277,13 +285,17 @@ _HOMES = {
         "_client.requests.stream_views": ("ParsedStream", "TextStream", "TokenStream"),
         "_client.inputs.text_prompts": ("ChatPrompt",),
         "_protocol": (
+            "Balancer",
             "ClientEvent",
             "ClientState",
             "CurrentState",
             "EEPNotification",
             "FaultStatus",
+            "LeastLoaded",
             "RankChanged",
+            "RankLoad",
             "RankState",
+            "SessionAffinity",
             "StateChanged",
         ),
         "_text": ("Tokenizer",),

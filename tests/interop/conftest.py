@@ -14,7 +14,21 @@ from vllm_codec import VLLMCodec
 
 INSTALLED = "installed"
 
-LONGEST = ("vllm_requests", "attach", "failures", "answers", "differential", "liveness", "hurts", "operations")
+LONGEST = (
+    "vllm_requests",
+    "failures",
+    "attach",
+    "answers",
+    "conformance",
+    "async_llm",
+    "differential",
+    "hurts",
+    "operations",
+    "liveness",
+    "vllm_frontend",
+    "arguments",
+    "codec",
+)
 """Files that take a minute or more, by what is in their names: begun first, or one worker is left alone with one."""
 
 

@@ -16,7 +16,7 @@ import transformers
 from anyio.streams.buffered import BufferedByteReceiveStream
 from reference_generation import Reference, assert_agrees, reference_of
 from tiny_models import VOCAB_SIZE
-from vllm_engines import make_vllm_model
+from vllm_engines import make_vllm_model, on_asyncio, on_trio
 from vllm_serve import Launcher, headless
 
 from anyengine import EngineClient, EngineDeadError, RemoteEngine, RunningEngine, SamplingParams, Status
@@ -98,6 +98,7 @@ def sockets(private_temp_dir: Path) -> Iterator[Path]:
 
 
 @pytest.mark.feature("D02", "F15")
+@on_asyncio
 async def test_one_headless_engine_and_two_clients_in_turn(
     vllm_python: str,
     model: Path,
@@ -153,6 +154,7 @@ async def two_ranks(python: str, model: Path, launchers: ExitStack) -> AsyncIter
 
 
 @pytest.mark.feature("D02", "L06")
+@on_trio
 async def test_two_headless_ranks(
     vllm_python: str, model: Path, references: list[Reference], launchers: ExitStack, anyio_backend_name: str
 ) -> None:

@@ -323,14 +323,10 @@ def interrupted_when(condition: Callable[[], object]) -> Iterator[None]:
         signal.pthread_kill(main, signal.SIGINT)
 
     presser = threading.Thread(target=press)
-    former = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is born without
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            presser.start()
-            yield
-        presser.join()
-    finally:
-        signal.signal(signal.SIGINT, former)
+    with pytest.raises(KeyboardInterrupt):
+        presser.start()
+        yield
+    presser.join()
 
 
 @pytest.mark.parametrize("call", ["next", "complete", "many", "final", "run", "enter"])

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Literal, Self, Unpack
 
 from anyengine._process.status import Status
-from anyengine._protocol import ClientState
+from anyengine._protocol import Balancer, ClientState
 from anyengine._rules import given
 from anyengine._text import Tokenizer
 from anyengine.config import EngineSettings
@@ -59,7 +59,7 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
             default model, SmolLM2-135M-Instruct.
         engine: a fully described engine instead of ``model``, or several: the data-parallel ranks of one client.
         startup_timeout_s, shutdown_grace_s, drain_timeout_s, liveness_timeout_s, max_unread_bytes, on_death,
-            on_progress, on_notification: see :class:`EngineCoreClient`.
+            on_progress, on_notification, balancer: see :class:`EngineCoreClient`.
         restart: start an engine again that dies once it was ready, and what becomes of requests. ``None``: never.
         retries: send a request again that failed before its first token with a ``retryable`` error. ``None``: never.
         max_num_queued_reqs: how many sequences may be in flight or on their way; ``None``: what the engine's args say.
@@ -88,6 +88,7 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
         on_death: Literal["report", "cancel"] = "report",
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
+        balancer: Balancer | None = None,
         restart: RestartPolicy | None = None,
         retries: RetryPolicy | None = None,
         stats_interval_s: float | None = None,
@@ -105,6 +106,7 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
             on_death=on_death,
             on_progress=on_progress,
             on_notification=on_notification,
+            balancer=balancer,
             restart=restart,
         )
         if retries is not None and not isinstance(retries, RetryPolicy):

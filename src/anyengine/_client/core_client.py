@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from anyengine._process.status import Status
-from anyengine._protocol import ClientState, Life, OutputConsumer, checked_ids
+from anyengine._protocol import Balancer, ClientState, Life, OutputConsumer, checked_ids
 from anyengine._transport.abc import PeerUnreachable
 from anyengine._wire import (
     EngineCoreOutputs,
@@ -32,6 +32,7 @@ from anyengine.exceptions import (
 from anyengine.policies import RestartPolicy
 
 from .engines.engine_info import EngineInfo
+from .engines.rank_choice import choose_rank
 from .requests.output_batches import BatchConsumer, OutputBatches
 from .session.closing import ShutdownReport
 from .session.events import ClientEvents, EventLog
@@ -52,8 +53,8 @@ class EngineCoreClient(EngineInfo):
 
     Args:
         engine: what to start, or to join; the embedded engine with its default model if ``None``. Several engines of
-            one model are the data-parallel ranks of one client: requests take turns, and a rank that dies takes only
-            its own with it.
+            one model are the data-parallel ranks of one client: each request goes to one of them, and a rank that dies
+            takes only its own with it.
         startup_timeout_s: how long the engine may take to become ready. ``None``: 600 s, or what the environment
             variable ``VLLM_ENGINE_READY_TIMEOUT_S`` says.
         shutdown_grace_s: how long it may take to stop after SIGTERM, before SIGKILL. ``None``: 5 s, and 20 s for vLLM,
@@ -68,6 +69,8 @@ class EngineCoreClient(EngineInfo):
             returns); ``"cancel"`` cancels the block after all waiters have been told, and raises the cause from it.
         on_progress: called with each start-up status of the engine.
         on_notification: called, in a task of the session, with each EEP notification and fault status.
+        balancer: chooses the rank of a request that names none; an object of this client alone. ``None``:
+            :class:`LeastLoaded`, where there is a choice.
         restart: start an engine again that dies once it was ready. ``None``: its death is final. Requests of a
             low-level client always fail with their engine (``in_flight`` is for :class:`EngineClient`).
         strict: raise :class:`ClientFailedError` at the end of a block that left a request, a call or a task behind: a
@@ -86,6 +89,7 @@ class EngineCoreClient(EngineInfo):
         on_death: Literal["report", "cancel"] = "report",
         on_progress: Callable[[Status], None] | None = None,
         on_notification: Callable[[Notification], Awaitable[None]] | None = None,
+        balancer: Balancer | None = None,
         restart: RestartPolicy | None = None,
         strict: bool = False,
     ) -> None:
@@ -100,6 +104,7 @@ class EngineCoreClient(EngineInfo):
             on_death=on_death,
             on_progress=on_progress,
             on_notification=on_notification,
+            balancer=balancer,
             restart=restart,
         )
         self._log = EventLog()
@@ -173,8 +178,8 @@ class EngineCoreClient(EngineInfo):
     ) -> int:
         """Register and send one request, in one step. Its outputs appear in :meth:`outputs`, or go to ``consumer``.
 
-        It goes to ``rank``, or to the request's ``data_parallel_rank``, or else to the rank whose turn it is; returns
-        the rank that has it.
+        It goes to ``rank``, or to the request's ``data_parallel_rank``, or else to one that the balancer chooses;
+        returns the rank that has it.
 
         Raises:
             RequestRejected: there is no such rank; or the engine would not survive the request, or answer nonsense.
@@ -194,7 +199,7 @@ class EngineCoreClient(EngineInfo):
         connection = session.connection
         wanted, named = (request.data_parallel_rank, "data_parallel_rank") if rank is None else (rank, "rank")
         while True:
-            chosen = self._choose_rank(session) if wanted is None else session.check_rank(wanted, named)
+            chosen = choose_rank(session, request) if wanted is None else session.check_rank(wanted, named)
             if not session.send_budget.has_room(chosen) and chosen in connection.rota.serving:
                 raise _overloaded(chosen, self._settings.max_unread_bytes)
             try:
@@ -234,13 +239,13 @@ class EngineCoreClient(EngineInfo):
         session.send_budget.charge(rank, sum(memoryview(frame).nbytes for frame in frames))
 
     def tell(self, request: EngineCoreRequest) -> None:
-        """Send a request that has no answer (``abort_immediately``), to its ``data_parallel_rank`` or to the next.
+        """Send a request that has no answer (``abort_immediately``), to its ``data_parallel_rank`` or to any.
 
         Raises: see :meth:`add`.
         """
         session = self.usable_session()
         wanted = request.data_parallel_rank
-        rank = self._choose_rank(session) if wanted is None else session.check_rank(wanted, "data_parallel_rank")
+        rank = choose_rank(session, request) if wanted is None else session.check_rank(wanted, "data_parallel_rank")
         session.send(rank, session.connection.check(request, rank))
 
     async def wait_room(self) -> None:
@@ -327,17 +332,6 @@ class EngineCoreClient(EngineInfo):
         return session.burials.deaths[rank].for_waiter()
 
     # ------------------------------------------------------------------ internals
-
-    @staticmethod
-    def _choose_rank(session: Session) -> int:
-        """The rank whose turn it is, of those that have room, if any has."""
-        rota, budget = session.connection.rota, session.send_budget
-        if not rota.alive:
-            raise session.down()
-        for _ in rota.serving:
-            if budget.has_room(rank := rota.next()):
-                return rank
-        return rota.next()
 
     @property
     def session(self) -> Session:

@@ -2,6 +2,7 @@
 
 from .aborts import AbortLedger
 from .admission import EngineLimits, check_prompt, check_prompt_length, check_token_ids, output_budget
+from .balancing import Balancer, LeastLoaded, RankLoad, SessionAffinity, balancer_for
 from .connection import Connection, Frames, checked_ids, num_prompt_tokens
 from .events import DeadSentinel, EEPNotification, Event, FaultStatus, MalformedMessage, UtilityReply
 from .handshake import EngineHandshake, FrontendHandshake, HandshakeStage
@@ -15,6 +16,7 @@ from .utilities import PendingCall, UtilityRegistry
 
 __all__ = [
     "AbortLedger",
+    "Balancer",
     "ClientEvent",
     "ClientState",
     "Connection",
@@ -28,19 +30,23 @@ __all__ = [
     "Frames",
     "FrontendHandshake",
     "HandshakeStage",
+    "LeastLoaded",
     "Life",
     "MalformedMessage",
     "OutputConsumer",
     "PendingCall",
     "RankChanged",
+    "RankLoad",
     "RankState",
     "RequestEntry",
     "RequestRegistry",
     "Restart",
     "RestartBudget",
+    "SessionAffinity",
     "StateChanged",
     "UtilityRegistry",
     "UtilityReply",
+    "balancer_for",
     "check_prompt",
     "check_prompt_length",
     "check_token_ids",

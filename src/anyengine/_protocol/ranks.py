@@ -1,7 +1,6 @@
-"""Which rank gets the next request, and which ranks still take any.
+"""Which ranks take requests.
 
-Owns the life of the ranks as the client sees it: serving, dying (its end is being learnt: no new work), dead. Dense
-ranks are independent of each other and take turns. Pure.
+Owns the life of the ranks as the client sees it: serving, dying (its end is being learnt: no new work), dead. Pure.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ class RankRota:
     def __init__(self, ranks: Iterable[int]) -> None:
         self._serving = sorted(ranks)
         self._dying: list[int] = []
-        self._turn = 0
 
     @property
     def serving(self) -> tuple[int, ...]:
@@ -34,18 +32,6 @@ class RankRota:
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._serving or rank in self._dying
-
-    def next(self) -> int:
-        """The rank whose turn it is.
-
-        Raises:
-            IndexError: all are dead.
-        """
-        candidates = self._serving or self._dying
-        if not candidates:
-            raise IndexError("all ranks are dead")
-        self._turn += 1
-        return candidates[(self._turn - 1) % len(candidates)]
 
     def retire(self, rank: int) -> bool:
         """The rank is dying: it takes no more work. Whether it was serving until now."""

@@ -7,6 +7,7 @@ go with it. Pure: consumers are objects with three synchronous methods; nothing 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -89,6 +90,8 @@ class RequestRegistry:
     """Whether a request has started or left, or an output was late, since somebody looked and reset it."""
     num_ended: int = 0
     """How many have left, in whatever way."""
+    num_live: Counter[int] = field(default_factory=Counter)
+    """How many of the live ones each rank has."""
     num_queued_tokens: int = 0
     """Prompt tokens of the requests that have had no output yet."""
     read_bytes: dict[int, int] = field(default_factory=dict)
@@ -114,6 +117,7 @@ class RequestRegistry:
                 " use another id"
             )
         entry = self.live[request_id] = RequestEntry(request_id, rank, consumer, num_prompt_tokens=num_prompt_tokens)
+        self.num_live[rank] += 1
         self.num_queued_tokens += num_prompt_tokens
         return entry
 
@@ -207,6 +211,7 @@ class RequestRegistry:
 
     def _leave(self, entry: RequestEntry) -> None:
         self.num_ended += 1
+        self.num_live[entry.rank] -= 1
         self.moved = True
         if entry.stage is _Stage.QUEUED:
             self.num_queued_tokens -= entry.num_prompt_tokens

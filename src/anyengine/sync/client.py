@@ -18,7 +18,7 @@ from anyengine._client.requests.stream import RequestStream
 from anyengine._client.session.closing import ShutdownReport
 from anyengine._client.session.notifications import Notification
 from anyengine._process.status import Status
-from anyengine._protocol import ClientState
+from anyengine._protocol import Balancer, ClientState
 from anyengine._text import Tokenizer
 from anyengine.config import EngineSettings
 from anyengine.exceptions import ClientClosedError, EngineError
@@ -50,6 +50,7 @@ class ClientOptions(TypedDict, total=False):
     on_death: Literal["report", "cancel"]
     on_progress: Callable[[Status], None] | None
     on_notification: Callable[[Notification], Awaitable[None]] | None
+    balancer: Balancer | None
     restart: RestartPolicy | None
     retries: RetryPolicy | None
     stats_interval_s: float | None

@@ -24,7 +24,16 @@ from anyengine._client.engines.restarts import Restarts
 from anyengine._client.engines.send_budget import SendBudget
 from anyengine._process.attached import AttachedRank
 from anyengine._process.supervisor import SupervisedEngine
-from anyengine._protocol import Connection, DeadSentinel, Frames, Life, MalformedMessage, UtilityReply
+from anyengine._protocol import (
+    Balancer,
+    Connection,
+    DeadSentinel,
+    Frames,
+    Life,
+    MalformedMessage,
+    UtilityReply,
+    balancer_for,
+)
 from anyengine._transport.abc import ClientEndpoints, Message, PeerUnreachable
 from anyengine._wire import EngineCoreOutputs, EngineCoreReadyResponse, OutputBatch, engine_identity
 from anyengine.config import engine_ranks
@@ -85,6 +94,7 @@ class Session:
         self.sent_again: int = 0
         """How many requests wait to be sent once more: they are in no registry, and in flight all the same."""
         self.send_budget: SendBudget = SendBudget(self, self.ranks, settings.max_unread_bytes)
+        self.balancer: Balancer = settings.balancer or balancer_for(len(self.ranks))
         self.fences: Fences = Fences(self)
         self.on_room: Callable[[], None] = _nothing
         """Called when there may be room for a request where there was none."""

@@ -11,6 +11,7 @@ from typing import Literal, Self
 
 from anyengine._environment import ENGINE_READY_TIMEOUT_S
 from anyengine._process.status import Status
+from anyengine._protocol import Balancer
 from anyengine._setting_rules import check_callable, check_count, check_seconds
 from anyengine.config import AttachedEngine, EmbeddedEngine, EngineSettings, InMemoryEngine, VLLMEngine
 from anyengine.policies import RestartPolicy
@@ -36,6 +37,7 @@ class SessionSettings:
     on_death: Literal["report", "cancel"]
     on_progress: Callable[[Status], None] | None
     on_notification: Callable[[Notification], Awaitable[None]] | None
+    balancer: Balancer | None
     restart: RestartPolicy | None
 
     @classmethod
@@ -52,6 +54,7 @@ class SessionSettings:
         on_death: Literal["report", "cancel"],
         on_progress: Callable[[Status], None] | None,
         on_notification: Callable[[Notification], Awaitable[None]] | None,
+        balancer: Balancer | None,
         restart: RestartPolicy | None,
     ) -> Self:
         """What :class:`EngineCoreClient` was given, checked and filled in.
@@ -69,6 +72,8 @@ class SessionSettings:
         for name, function in (("on_progress", on_progress), ("on_notification", on_notification)):
             check_callable(name, function)
         engines = _engines(engine)
+        if balancer is not None and (isinstance(balancer, type) or not isinstance(balancer, Balancer)):
+            raise ValueError(f"balancer={balancer!r} must be an object with choose(request, loads), or None")
         if restart is not None and not isinstance(restart, RestartPolicy):
             raise ValueError(f"restart={restart!r} must be a RestartPolicy, or None for no restarts")
         if restart is not None and isinstance(engines[0], AttachedEngine):
@@ -85,6 +90,7 @@ class SessionSettings:
             on_death=on_death,
             on_progress=on_progress,
             on_notification=on_notification,
+            balancer=balancer,
             restart=restart,
         )
 

@@ -1,0 +1,50 @@
+"""Which rank gets a request that names none: what is known of the ranks, put before the client's balancer.
+
+Owns the list of those that can have it. How one of them is chosen is :mod:`anyengine._protocol.balancing`'s.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from anyengine._protocol import RankLoad
+from anyengine._wire import EngineCoreRequest
+from anyengine.exceptions import LocalProtocolError
+
+if TYPE_CHECKING:
+    from anyengine._client.session.session import Session
+
+__all__ = ["choose_rank"]
+
+
+def choose_rank(session: Session, request: EngineCoreRequest) -> int:
+    """The rank for ``request``, of those that have room, if any has; of those that die, if no other is left.
+
+    Raises:
+        EngineDeadError: all are dead.
+        LocalProtocolError: the balancer failed, or chose a rank that it was not offered.
+    """
+    rota, budget = session.connection.rota, session.send_budget
+    ranks = [rank for rank in rota.serving if budget.has_room(rank)] or rota.alive
+    if not ranks:
+        raise session.down()
+    loads = {rank: _load(session, rank) for rank in ranks}
+    try:
+        chosen = session.balancer.choose(request, loads)
+    except Exception as exc:
+        raise LocalProtocolError(f"balancer={session.balancer!r} failed to choose a rank: {exc!r}") from exc
+    if chosen not in loads:
+        raise LocalProtocolError(
+            f"balancer={session.balancer!r} chose rank {chosen!r}, which was not among those offered: {sorted(loads)}"
+        )
+    return chosen
+
+
+def _load(session: Session, rank: int) -> RankLoad:
+    num_in_flight = session.connection.requests.num_live[rank]
+    statistics = session.liveness.last_statistics.get(rank)
+    if statistics is None:
+        return RankLoad(num_in_flight)
+    # What was said last may have been overtaken: no more can wait than are in flight.
+    waiting = min(num_in_flight, statistics.num_waiting_reqs + statistics.num_skipped_waiting_reqs)
+    return RankLoad(num_in_flight, waiting, statistics.kv_cache_usage)
