@@ -15,6 +15,7 @@ __all__ = [
     "check_address",
     "check_callable",
     "check_count",
+    "check_flag",
     "check_rank_count",
     "check_seconds",
     "check_text",
@@ -43,6 +44,14 @@ def check_count(name: str, value: object, low: int | None, none: str = "") -> No
     if type(value) is not int or (low is not None and value < low):
         wanted = "an int" if low is None else f"at least {low}" if type(value) is int else f"an int of at least {low}"
         raise ValueError(f"{name}={value!r} must be {wanted}" + (f", or None {none}" if none else ""))
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises:
+    ValueError: it is neither ``True`` nor ``False``.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
 
 
 def check_seconds(

@@ -66,6 +66,9 @@ WRONG_ARGUMENTS: dict[str, tuple[str, Any, str, Call]] = {
     "add_lora": ("lora_request", "x", "LoRARequest", lambda c: c.add_lora("x")),  # type: ignore[arg-type]
     "add_lora tuple": ("lora_request", (1,), "LoRARequest", lambda c: c.add_lora((1,))),  # type: ignore[arg-type]
     "wake_up": ("tags", "weights", '["weights"]', lambda c: c.wake_up("weights")),
+    "wake_up tag": ("tags", ["x"], "'kv_cache'", lambda c: c.wake_up(["x"])),
+    "remove_lora": ("lora_id", "x", "lora_int_id", lambda c: c.remove_lora("x")),  # type: ignore[arg-type]
+    "pin_lora": ("lora_id", "x", "lora_int_id", lambda c: c.pin_lora("x")),  # type: ignore[arg-type]
     "collective_rpc": ("args", "abc", "[argument]", lambda c: c.collective_rpc("m", args="abc")),
     "sleep": ("level", 7, "0, 1 or 2", lambda c: c.sleep(7)),
     "weight version": ("new_version", 3, "use a str", lambda c: c.update_weight_version(3)),  # type: ignore[arg-type]
@@ -83,6 +86,7 @@ WRONG_ARGUMENTS: dict[str, tuple[str, Any, str, Call]] = {
         ({"max_unread_bytes": "a"}, "max_unread_bytes='a' must be an int of at least 1"),
         ({"stats_sinks": print}, "stats_sinks=<built-in function print> must be a sequence of functions"),
         ({"stats_sinks": [3]}, r"stats_sinks=\[3\] must be a sequence of functions"),
+        ({"strict": 3}, "strict=3 must be True or False"),
         ({"on_progress": 3}, "on_progress=3 must be a function, or None"),
         ({"on_notification": 3}, "on_notification=3 must be a function, or None"),
     ],

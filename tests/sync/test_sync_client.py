@@ -343,6 +343,13 @@ def test_an_unknown_backend() -> None:
         pass
 
 
+@pytest.mark.parametrize("settings", [{"backend_options": 3}, {"allow_running_loop": 3}, {"strict": 3}])
+def test_settings_of_another_kind(settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with pytest.raises(ValueError, match=f"^{name}=3 must be"):
+        SyncEngineClient(engine=ScriptedTwin().engine, **settings)
+
+
 @backends
 def test_a_context_passes_the_bodys_exception_through(backend: dict[str, Any]) -> None:
     """And resumes in every case, KeyboardInterrupt included; what entering raises is raised."""

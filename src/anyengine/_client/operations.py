@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Literal, NoReturn, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Literal, NoReturn, Protocol, TypeAlias, TypeVar
 
 import anyio
 import msgspec
@@ -29,6 +29,9 @@ T = TypeVar("T")
 _logger = logging.getLogger("anyengine.client")
 
 _RESUME_LIMIT_S = 30.0
+
+_TAGS: Final = ("weights", "kv_cache", "scheduling")
+"""What an engine sleeps by, in all releases."""
 
 _LATER_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "pause_scheduler": ("abort", True),
@@ -153,6 +156,8 @@ class EngineOperations:
         """Take memory back: all of it, or that of ``"weights"``, ``"kv_cache"``, ``"scheduling"``. Whether all of it is
         back, on every rank."""
         _refuse_text("wake_up", "tags", tags, '["weights"]')
+        if unknown := [tag for tag in tags or () if tag not in _TAGS]:
+            _refuse("wake_up", "tags", tags, f"has {unknown[0]!r}, which nothing sleeps by", f"use {_TAGS}")
         answers = await self._call("wake_up", None if tags is None else list(tags))
         awake = all(answer is not False for answer in answers.values())
         if tags is not None and None in answers.values():  # a release that does not say how much of it is back
@@ -228,6 +233,7 @@ class EngineOperations:
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Unload an adapter; whether it was there."""
+        _refuse_unless(int, "remove_lora", "lora_id", lora_id, "use its lora_int_id")
         return await self._all_did("remove_lora", lora_id)
 
     async def list_loras(self) -> set[int]:
@@ -242,6 +248,7 @@ class EngineOperations:
 
     async def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter loaded; whether it is."""
+        _refuse_unless(int, "pin_lora", "lora_id", lora_id, "use its lora_int_id")
         return await self._all_did("pin_lora", lora_id)
 
     async def update_weight_version(self, new_version: str) -> None:

@@ -19,6 +19,7 @@ from anyengine._client.session.closing import ShutdownReport
 from anyengine._client.session.notifications import Notification
 from anyengine._process.status import Status
 from anyengine._protocol import Balancer, ClientState
+from anyengine._setting_rules import check_flag
 from anyengine._text import Tokenizer
 from anyengine.config import EngineSettings
 from anyengine.exceptions import ClientClosedError, EngineError
@@ -90,6 +91,9 @@ class SyncEngineClient(SyncEngineOperations):
         allow_running_loop: bool = False,
         **options: Unpack[ClientOptions],
     ) -> None:
+        check_flag("allow_running_loop", allow_running_loop)
+        if backend_options is not None and not isinstance(backend_options, Mapping):
+            raise ValueError(f"backend_options={backend_options!r} must be a mapping of names to values, or None")
         self._client = EngineClient(model, engine=engine, **options)
         self._backend: Backend = backend
         self._backend_options = backend_options

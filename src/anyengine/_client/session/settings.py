@@ -12,7 +12,7 @@ from typing import Literal, Self
 from anyengine._environment import ENGINE_READY_TIMEOUT_S
 from anyengine._process.status import Status
 from anyengine._protocol import Balancer
-from anyengine._setting_rules import check_callable, check_count, check_seconds
+from anyengine._setting_rules import check_callable, check_count, check_flag, check_seconds
 from anyengine.config import AttachedEngine, EmbeddedEngine, EngineSettings, InMemoryEngine, VLLMEngine
 from anyengine.policies import RestartPolicy
 
@@ -69,6 +69,7 @@ class SessionSettings:
             check_seconds(name, given, none="for the default")
         check_seconds("drain_timeout_s", drain_timeout_s)
         check_count("max_unread_bytes", max_unread_bytes, 1)
+        check_flag("strict", strict)
         for name, function in (("on_progress", on_progress), ("on_notification", on_notification)):
             check_callable(name, function)
         engines = _engines(engine)
