@@ -34,8 +34,9 @@ VLLM_RS = "vllm==0.33.0"
 
 
 # Whole files to each worker: their fixtures start engines. In their own order: a file of few tests is not a cheap one.
-# A worker that a test takes down, by its time limit too, ends the run: others would wait for it for good.
-WORKERS = ["--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
+# One more than there are processors: engines that start, stop or are stopped leave them idle. A worker that a test
+# takes down, by its time limit too, ends the run: others would wait for it for good.
+WORKERS = [f"--numprocesses={min(4, (os.cpu_count() or 1) + 1)}", "--dist=loadfile", "--no-loadscope-reorder"]
 WORKERS += ["--max-worker-restart=0"]
 
 
@@ -132,9 +133,7 @@ def interop(session: nox.Session) -> None:
         "ANYENGINE_VLLM_PYTHON": os.environ.get("ANYENGINE_VLLM_PYTHON") or _vllm_python(session),
         "ANYENGINE_VLLM_RS": os.environ.get("ANYENGINE_VLLM_RS") or _vllm_rs(session),
     }
-    # One more than there are processors: engines that start, stop or are stopped leave them idle.
-    workers = [f"--numprocesses={min(4, (os.cpu_count() or 1) + 1)}", *WORKERS[2:]]
-    session.run("pytest", *workers, "tests/interop", *session.posargs, env={**_profile(), **vllm})
+    session.run("pytest", *WORKERS, "tests/interop", *session.posargs, env={**_profile(), **vllm})
 
 
 def _vllm_python(session: nox.Session) -> str:
