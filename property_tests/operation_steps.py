@@ -50,6 +50,7 @@ __all__ = [
     "wait_dead",
     "wait_for_no_answer",
     "wait_for_what_does_not_come",
+    "weight_update",
     "whole_session",
 ]
 
@@ -296,6 +297,12 @@ async def follow_a_life(case: Case) -> None:
 async def sleeping(case: Case) -> None:
     async with case.client.sleeping(1, "keep"):
         await case.client.is_sleeping()
+
+
+async def weight_update(case: Case) -> None:
+    """All the calls of new weights."""
+    async with case.client.weight_update("v2"):
+        await case.client.update_weights({"names": ["w"]})
 
 
 async def paused(case: Case) -> None:

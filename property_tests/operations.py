@@ -105,6 +105,7 @@ ENTRIES: Final[dict[str, list[Operation]]] = {
     "EngineClient.complete": [Operation("complete", steps.complete)],
     "EngineClient.embed": [Operation("embed", call("embed", [1]))],
     "EngineClient.encode": [Operation("encode", steps.encode)],
+    "EngineClient.init_weight_transfer_engine": [],  # a collective_rpc, as are those below
     "EngineClient.is_tracing_enabled": [
         Operation("is_tracing_enabled", call("is_tracing_enabled"), immediate=True),
     ],
@@ -121,6 +122,8 @@ ENTRIES: Final[dict[str, list[Operation]]] = {
     "EngineClient.tokenize": [Operation("tokenize", call("tokenize", [1]), immediate=True)],
     "EngineClient.submit": [Operation("submit and close", steps.submit_and_close)],
     "EngineClient.update_weight_version": [Operation("update_weight_version", call("update_weight_version", "x"))],
+    "EngineClient.update_weights": [],
+    "EngineClient.weight_update": [Operation("weight_update", steps.weight_update)],
     "EngineClient.wait_dead": [
         Operation("wait_dead", steps.wait_dead, shielded=True),
         Operation("wait_dead of a rank", partial(steps.wait_dead, rank=0), shielded=True),

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 
 from anyengine.params import LoRARequest
 
-from .operations import EngineOperations
 from .requests.desk import RequestDesk
+from .weights import WeightOperations
 
 __all__ = ["Adapters"]
 
 
-class Adapters(EngineOperations):
+class Adapters(WeightOperations):
     """Part of :class:`EngineClient`. Lifetime: the client's."""
 
     def _entered_desk(self) -> RequestDesk:

@@ -19,7 +19,7 @@ from anyengine._wire import lora_to_wire
 from anyengine.exceptions import EngineError, UtilityError, UtilityRejected, UtilityTimeout
 from anyengine.params import LoRARequest
 
-__all__ = ["EngineOperations", "PauseMode"]
+__all__ = ["EngineOperations", "PauseMode", "refuse_unless"]
 
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 """What becomes of running requests: ended as aborted, awaited, or kept frozen."""
@@ -224,16 +224,16 @@ class EngineOperations:
         """Forget encoder outputs."""
         await self._call("reset_encoder_cache")
 
-    # ----------------------------------------------------------- adapters, weights
+    # ------------------------------------------------------------------- adapters
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter; whether it was."""
-        _refuse_unless(LoRARequest, "add_lora", "lora_request", lora_request, "use LoRARequest(...)")
+        refuse_unless(LoRARequest, "add_lora", "lora_request", lora_request, "use LoRARequest(...)")
         return await self._all_did("add_lora", lora_to_wire(lora_request))
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Unload an adapter; whether it was there."""
-        _refuse_unless(int, "remove_lora", "lora_id", lora_id, "use its lora_int_id")
+        refuse_unless(int, "remove_lora", "lora_id", lora_id, "use its lora_int_id")
         return await self._all_did("remove_lora", lora_id)
 
     async def list_loras(self) -> set[int]:
@@ -248,28 +248,8 @@ class EngineOperations:
 
     async def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter loaded; whether it is."""
-        _refuse_unless(int, "pin_lora", "lora_id", lora_id, "use its lora_int_id")
+        refuse_unless(int, "pin_lora", "lora_id", lora_id, "use its lora_int_id")
         return await self._all_did("pin_lora", lora_id)
-
-    async def update_weight_version(self, new_version: str) -> None:
-        """Label the weights that are loaded now; outputs carry the label."""
-        _refuse_unless(str, "update_weight_version", "new_version", new_version, "use a str")
-        await self._call("set_weight_version", new_version)
-
-    async def get_weight_version(self) -> str | None:
-        """The label of the weights."""
-        optional_str: Any = str | None  # msgspec takes it, though it is no type[T]
-        version: str | None = await self._agreed(optional_str, "get_weight_version")
-        return version
-
-    async def compute_weight_checksums(self) -> list[dict[str, str]]:
-        """Checksums of the weights by name, for each worker in the order of ranks and workers."""
-        results = await self._typed(list[dict[str, str]], "compute_weight_checksums")
-        return [result for of_rank in results.values() for result in of_rank]
-
-    async def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
-        """Write each worker's weights to ``path``, a directory on the engine's host; ``max_size`` bytes a file."""
-        await self._call("save_sharded_state", path, pattern, max_size)
 
     async def collective_rpc(
         self,
@@ -365,7 +345,10 @@ def _refuse(method: str, parameter: str, value: Any, problem: str, remedy: str) 
     raise UtilityRejected(message, method=method, parameter=parameter, value=value, remedy=remedy)
 
 
-def _refuse_unless(kind: type, method: str, parameter: str, value: object, remedy: str) -> None:
+def refuse_unless(kind: type, method: str, parameter: str, value: object, remedy: str) -> None:
+    """Raises:
+    UtilityRejected: an argument of ``method`` is of another kind; nothing was sent.
+    """
     if not isinstance(value, kind):
         _refuse(method, parameter, value, f"is {a_type(value)}", remedy)
 

@@ -95,6 +95,34 @@ class SyncEngineOperations:
     def compute_weight_checksums(self) -> None:
         """See :meth:`EngineClient.compute_weight_checksums`."""
 
+    @blocking(EngineClient.init_weight_transfer_engine)
+    def init_weight_transfer_engine(self) -> None:
+        """See :meth:`EngineClient.init_weight_transfer_engine`."""
+
+    @blocking(EngineClient.shutdown_weight_transfer_engine)
+    def shutdown_weight_transfer_engine(self) -> None:
+        """See :meth:`EngineClient.shutdown_weight_transfer_engine`."""
+
+    @blocking(EngineClient.start_weight_update)
+    def start_weight_update(self) -> None:
+        """See :meth:`EngineClient.start_weight_update`."""
+
+    @blocking(EngineClient.start_draft_weight_update)
+    def start_draft_weight_update(self) -> None:
+        """See :meth:`EngineClient.start_draft_weight_update`."""
+
+    @blocking(EngineClient.update_weights)
+    def update_weights(self) -> None:
+        """See :meth:`EngineClient.update_weights`."""
+
+    @blocking(EngineClient.finish_weight_update)
+    def finish_weight_update(self) -> None:
+        """See :meth:`EngineClient.finish_weight_update`."""
+
+    @entering(EngineClient.weight_update)
+    def weight_update(self) -> None:
+        """``with client.weight_update():``. See :meth:`EngineClient.weight_update`."""
+
     @blocking(EngineClient.checkpoint_prepare)
     def checkpoint_prepare(self) -> None:
         """See :meth:`EngineClient.checkpoint_prepare`."""

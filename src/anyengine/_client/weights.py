@@ -1,0 +1,92 @@
+"""Operations on the weights of the engines: what they are called, what they are, and others in their place.
+
+Owns the calls and their order. Weights themselves never pass through a client: they go from a trainer to the engines'
+workers, by a transfer engine of vLLM's (NCCL, CUDA IPC, ...), or lie in files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
+
+from .operations import EngineOperations, refuse_unless
+
+__all__ = ["TransferInfo", "WeightOperations"]
+
+TransferInfo: TypeAlias = Mapping[str, Any]
+"""Plain data for the transfer engine of the workers, in whose documentation its keys stand."""
+
+
+class WeightOperations(EngineOperations):
+    """The operations: see :class:`EngineOperations`. Outputs that are on their way may be of both weights, unless the
+    engines are paused meanwhile."""
+
+    async def update_weight_version(self, new_version: str) -> None:
+        """Label the weights that are loaded now; outputs carry the label."""
+        refuse_unless(str, "update_weight_version", "new_version", new_version, "use a str")
+        await self._call("set_weight_version", new_version)
+
+    async def get_weight_version(self) -> str | None:
+        """The label of the weights."""
+        optional_str: Any = str | None  # msgspec takes it, though it is no type[T]
+        version: str | None = await self._agreed(optional_str, "get_weight_version")
+        return version
+
+    async def compute_weight_checksums(self) -> list[dict[str, str]]:
+        """Checksums of the weights by name, for each worker in the order of ranks and workers."""
+        results = await self._typed(list[dict[str, str]], "compute_weight_checksums")
+        return [result for of_rank in results.values() for result in of_rank]
+
+    async def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+        """Write each worker's weights to ``path``, a directory on the engine's host; ``max_size`` bytes a file."""
+        await self._call("save_sharded_state", path, pattern, max_size)
+
+    async def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
+        """Have every worker meet the trainer, as ``init_info`` says."""
+        refuse_unless(Mapping, "init_weight_transfer_engine", "init_info", init_info, "use a dict")
+        await self.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": dict(init_info)})
+
+    async def shutdown_weight_transfer_engine(self) -> None:
+        """Have every worker leave the trainer; the engines go on with the weights that they have."""
+        await self.collective_rpc("shutdown_weight_transfer_engine")
+
+    async def start_weight_update(self) -> None:
+        """Begin to replace the weights. :meth:`weight_update` does this and the end of it."""
+        await self.collective_rpc("start_weight_update")
+
+    async def start_draft_weight_update(self) -> None:
+        """:meth:`start_weight_update`, for the draft model of speculative decoding."""
+        await self.collective_rpc("start_draft_weight_update")
+
+    async def update_weights(self, update_info: TransferInfo | Sequence[TransferInfo]) -> None:
+        """Have every worker take the weights that ``update_info`` describes; returns when all have them."""
+        several = isinstance(update_info, Sequence) and not isinstance(update_info, str | bytes)
+        for one in update_info if several else (update_info,):
+            refuse_unless(Mapping, "update_weights", "update_info", one, "use a dict, or a list of them")
+        info = [dict(one) for one in update_info] if several else dict(update_info)
+        await self.collective_rpc("update_weights", kwargs={"update_info": info})
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """The weights are complete; ``weight_version`` labels them, if given."""
+        if weight_version is not None:
+            refuse_unless(str, "finish_weight_update", "weight_version", weight_version, "use a str")
+        await self.collective_rpc("finish_weight_update")
+        if weight_version is not None:
+            await self.update_weight_version(weight_version)
+
+    @asynccontextmanager
+    async def weight_update(self, weight_version: str | None = None, *, draft: bool = False) -> AsyncIterator[None]:
+        """:meth:`start_weight_update` (or that of the ``draft`` model) at the begin of a block, in which
+        :meth:`update_weights` has the weights taken, and :meth:`finish_weight_update` at its end.
+
+        Raises: see :class:`EngineOperations`. A block that is left by an exception does not finish the update: its
+        weights are not whole. A later update starts from the beginning.
+
+        Cancellation: likewise.
+        """
+        if weight_version is not None:
+            refuse_unless(str, "weight_update", "weight_version", weight_version, "use a str")
+        await (self.start_draft_weight_update() if draft else self.start_weight_update())
+        yield
+        await self.finish_weight_update(weight_version)
