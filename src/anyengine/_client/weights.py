@@ -62,10 +62,11 @@ class WeightOperations(EngineOperations):
     async def update_weights(self, update_info: TransferInfo | Sequence[TransferInfo]) -> None:
         """Have every worker take the weights that ``update_info`` describes; returns when all have them."""
         several = isinstance(update_info, Sequence) and not isinstance(update_info, str | bytes)
-        for one in update_info if several else (update_info,):
-            refuse_unless(Mapping, "update_weights", "update_info", one, "use a dict, or a list of them")
-        info = [dict(one) for one in update_info] if several else dict(update_info)
-        await self.collective_rpc("update_weights", kwargs={"update_info": info})
+        parts: Any = update_info if several else (update_info,)
+        for part in parts:
+            refuse_unless(Mapping, "update_weights", "update_info", part, "use a dict, or a list of them")
+        info = [dict(part) for part in parts]
+        await self.collective_rpc("update_weights", kwargs={"update_info": info if several else info[0]})
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
         """The weights are complete; ``weight_version`` labels them, if given."""
