@@ -72,7 +72,7 @@ def test_what_is_not_refused_decodes_in_vllm(vllm_codec: VLLMCodec, number: int)
     attempts = [attempt(request, dialect) for request in requests]
     sent = [(request, frames) for request, frames in zip(requests, attempts, strict=True) if isinstance(frames, list)]
     refused = [exc for exc in attempts if isinstance(exc, Exception)]
-    assert len(sent) > 50 and len(refused) > 250  # both happen
+    assert len(sent) > 10 and len(refused) > 250  # both happen: 41 to 85 are sent, by what Hypothesis draws
     for exc in refused:
         if isinstance(exc, RequestRejected):
             assert exc.parameter and exc.remedy and exc.parameter.partition(".")[0].partition("[")[0] in str(exc)
