@@ -128,7 +128,9 @@ async def test_what_a_strategy_is_told() -> None:
     ("choice", "message"),
     [
         (7, "chose rank 7, which was not among"),
-        (None, "chose rank None"),
+        (None, "failed to choose"),
+        ([1], "failed to choose"),
+        (1.0, "failed to choose"),
         (KeyError("x"), "failed to choose"),
     ],
 )
@@ -143,9 +145,10 @@ async def test_a_strategy_that_fails_is_the_requests_error_alone(choice: Any, me
             assert client.debug_snapshot().requests == ()
 
 
-async def test_a_strategy_that_fails_when_a_request_is_sent_again() -> None:
+@pytest.mark.parametrize("choice", [KeyError("x"), [1], 1.0])
+async def test_a_strategy_that_fails_when_a_request_is_sent_again(choice: Any) -> None:
     """It is told so, and nobody else."""
-    balancer = Scripted(0, KeyError("x"))
+    balancer = Scripted(0, choice)
     policy = RestartPolicy(in_flight="replay")
     with anyio.fail_after(60):
         async with EngineClient(engine=engines(2), balancer=balancer, restart=policy) as client:

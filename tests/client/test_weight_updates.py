@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
-from anyengine import EngineClient, UtilityError, UtilityRejected
+from anyengine import EngineClient, LoRARequest, SamplingParams, UtilityError, UtilityRejected
 from anyengine.sync import SyncEngineClient
 from anyengine.testing.scripted import Script, ScriptedTwin, UtilityRule
 
@@ -101,6 +101,7 @@ async def test_what_is_no_description_is_refused() -> None:
                 (client.init_weight_transfer_engine([1]), "init_info"),  # type: ignore[arg-type]
                 (client.update_weights("w"), "update_info"),  # type: ignore[arg-type]
                 (client.update_weights([INFO, 3]), "update_info"),  # type: ignore[list-item]
+                (client.update_weights([]), "update_info"),
                 (client.finish_weight_update(3), "weight_version"),  # type: ignore[arg-type]
             ):
                 with pytest.raises(UtilityRejected) as caught:
@@ -110,6 +111,29 @@ async def test_what_is_no_description_is_refused() -> None:
                 async with client.weight_update(3):  # type: ignore[arg-type]
                     pass
     assert asked_of_workers(twin) == []
+
+
+async def test_adapters_are_loaded_again_for_the_new_weights() -> None:
+    """vLLM unloads all of them at the end of an update: an engine that is not asked first may die of a request."""
+    twin = ScriptedTwin(
+        Script(
+            utilities=(
+                UtilityRule(method="collective_rpc", do="reply", value=[None]),
+                UtilityRule(method="add_lora", do="reply", value=True),
+            ),
+            registration={"supports_lora": True, "max_loras": 2},
+        )
+    )
+    adapter, short = LoRARequest("adapter", 1, "/adapter"), SamplingParams(max_tokens=2)
+    with anyio.fail_after(30):
+        async with EngineClient(engine=twin.engine) as client:
+            for _ in range(2):
+                assert (await client.complete([1], short, lora_request=adapter)).finished
+            async with client.weight_update():
+                pass
+            for _ in range(2):
+                assert (await client.complete([1], short, lora_request="adapter")).finished
+    assert [method for _, _, method, _ in twin.received("utility") if method == "add_lora"] == ["add_lora"] * 2
 
 
 def test_in_threads() -> None:

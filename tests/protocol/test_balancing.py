@@ -23,8 +23,7 @@ def of_session(session_id: str) -> EngineCoreRequest:
 
 @given(st.dictionaries(st.integers(0, 7), LOADS, min_size=1), st.integers(0, 9))
 def test_the_least_loaded_rank_is_chosen(loads: dict[int, RankLoad], turns: int) -> None:
-    """By vLLM's score, computed here once more: what waits behind a KV cache beyond its half counts up to three times
-    on top."""
+    """What waits behind a KV cache beyond its half counts up to three times on top."""
     balancer = LeastLoaded()
     for _ in range(turns):
         balancer.choose(REQUEST, loads)
@@ -80,6 +79,9 @@ def test_sessions_are_spread_and_the_oldest_forgotten() -> None:
     for bad in (0, -1, 1.0, True):
         with pytest.raises(ValueError, match="max_sessions"):
             SessionAffinity(max_sessions=bad)  # type: ignore[arg-type]
+    for kind in (LeastLoaded, 3):
+        with pytest.raises(ValueError, match="otherwise"):
+            SessionAffinity(kind)  # type: ignore[arg-type]
 
 
 def test_a_strategy_for_each_topology() -> None:

@@ -156,9 +156,11 @@ class EngineOperations:
         """Take memory back: all of it, or that of ``"weights"``, ``"kv_cache"``, ``"scheduling"``. Whether all of it is
         back, on every rank."""
         _refuse_text("wake_up", "tags", tags, '["weights"]')
-        if unknown := [tag for tag in tags or () if tag not in _TAGS]:
-            _refuse("wake_up", "tags", tags, f"has {unknown[0]!r}, which nothing sleeps by", f"use {_TAGS}")
-        answers = await self._call("wake_up", None if tags is None else list(tags))
+        refuse_unless(Iterable, "wake_up", "tags", () if tags is None else tags, f"use some of {_TAGS}")
+        named = None if tags is None else list(tags)
+        if unknown := [tag for tag in named or () if tag not in _TAGS]:
+            _refuse("wake_up", "tags", named, f"has {unknown[0]!r}, which nothing sleeps by", f"use some of {_TAGS}")
+        answers = await self._call("wake_up", named)
         awake = all(answer is not False for answer in answers.values())
         if tags is not None and None in answers.values():  # a release that does not say how much of it is back
             awake &= not any((await self._call("is_sleeping")).values())

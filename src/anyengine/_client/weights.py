@@ -19,8 +19,11 @@ TransferInfo: TypeAlias = Mapping[str, Any]
 
 
 class WeightOperations(EngineOperations):
-    """The operations: see :class:`EngineOperations`. Outputs that are on their way may be of both weights, unless the
-    engines are paused meanwhile."""
+    """The operations: see :class:`EngineOperations`.
+
+    Pause the engines before they get other weights, with their caches cleared, and resume them when these are whole:
+    requests would run on a mixture, and what was computed with the former weights would be found in the prefix cache.
+    """
 
     async def update_weight_version(self, new_version: str) -> None:
         """Label the weights that are loaded now; outputs carry the label."""
@@ -60,16 +63,20 @@ class WeightOperations(EngineOperations):
         await self.collective_rpc("start_draft_weight_update")
 
     async def update_weights(self, update_info: TransferInfo | Sequence[TransferInfo]) -> None:
-        """Have every worker take the weights that ``update_info`` describes; returns when all have them."""
+        """Have every worker take the weights that ``update_info`` describes; returns when all have them. A list has an
+        entry for each worker of all ranks, in their order (from 0.32 on)."""
         several = isinstance(update_info, Sequence) and not isinstance(update_info, str | bytes)
         parts: Any = update_info if several else (update_info,)
+        if not parts:
+            refuse_unless(Mapping, "update_weights", "update_info", parts, "give an entry for each worker")
         for part in parts:
             refuse_unless(Mapping, "update_weights", "update_info", part, "use a dict, or a list of them")
         info = [dict(part) for part in parts]
         await self.collective_rpc("update_weights", kwargs={"update_info": info if several else info[0]})
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """The weights are complete; ``weight_version`` labels them, if given."""
+        """The weights are complete; ``weight_version`` labels them, if given. Adapters are unloaded by it, and loaded
+        again for the next requests that name them."""
         if weight_version is not None:
             refuse_unless(str, "finish_weight_update", "weight_version", weight_version, "use a str")
         await self.collective_rpc("finish_weight_update")
@@ -81,8 +88,9 @@ class WeightOperations(EngineOperations):
         """:meth:`start_weight_update` (or that of the ``draft`` model) at the begin of a block, in which
         :meth:`update_weights` has the weights taken, and :meth:`finish_weight_update` at its end.
 
-        Raises: see :class:`EngineOperations`. A block that is left by an exception does not finish the update: its
-        weights are not whole. A later update starts from the beginning.
+        Raises: see :class:`EngineOperations`. A block that is left by an exception does not finish the update: the
+        weights are not whole, and the engines must not be resumed with them. vLLM takes a further update once
+        :meth:`finish_weight_update` has ended this one, of workers that have not given it up by themselves.
 
         Cancellation: likewise.
         """

@@ -18,7 +18,8 @@ __all__ = ["LoadedAdapters"]
 
 class LoadedAdapters:
     """Rank -> adapter id -> path, as confirmed by the replies to ``add_lora``. An adapter counts as gone as soon as its
-    removal is asked for. An engine that evicts one to make room loads it again from the path that it knows."""
+    removal is asked for, or the end of an update of the weights. An engine that evicts one to make room loads it again
+    from the path that it knows."""
 
     def __init__(self) -> None:
         self._loaded: dict[int, dict[int, str]] = {}
@@ -35,7 +36,16 @@ class LoadedAdapters:
         """Learn from a utility call that is about to be sent, and from its reply."""
         # Of this engine: should another one take its place before the reply is taken, nothing is learnt of that one.
         loaded = self._loaded.setdefault(call.rank, {})
-        if call.method == "remove_lora" and args:
+        if call.method == "collective_rpc" and args and args[0] == "finish_weight_update":
+            tell_all = call.on_done  # adapters are made for the weights below them: vLLM unloads them all
+
+            def forget_all() -> None:
+                loaded.clear()
+                tell_all()
+
+            loaded.clear()
+            call.on_done = forget_all
+        elif call.method == "remove_lora" and args:
             removed, on_done = args[0], call.on_done
 
             def forget() -> None:

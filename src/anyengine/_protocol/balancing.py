@@ -3,7 +3,8 @@
 Owns the strategies, and which of them a topology asks for. A strategy is told what is known of each rank that takes
 work, and answers with one of them; it must not wait. Pure.
 
-Mirrors vLLM 0.32.0 ``v1/engine/core_client.py`` (``DPLBAsyncMPClient``): the score, and that ties take turns.
+Mirrors vLLM 0.32.0 ``v1/engine/core_client.py`` (``DPLBAsyncMPClient``) for one client without a coordinator: what it
+has in flight is the load, waiting behind a full cache weighs more, ties take turns.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class LeastLoaded:
 
 
 class SessionAffinity:
-    """Requests of one ``session_id`` go to one rank, while it takes work: its prefix cache has what came before.
+    """Requests of one ``session_id`` go to one rank, while it takes work: its prefix cache has what came before. When
+    it dies, or has no room for another request, the session moves, and stays where it went.
 
     ``otherwise`` chooses for the first request of a session, and for those without one. The sessions used last are
     remembered, ``max_sessions`` of them.
@@ -71,7 +73,9 @@ class SessionAffinity:
     def __init__(self, otherwise: Balancer | None = None, *, max_sessions: int = 100_000) -> None:
         if type(max_sessions) is not int or max_sessions < 1:
             raise ValueError(f"max_sessions={max_sessions!r} must be an int of at least 1")
-        self._otherwise = otherwise or LeastLoaded()
+        if otherwise is not None and (isinstance(otherwise, type) or not isinstance(otherwise, Balancer)):
+            raise ValueError(f"otherwise={otherwise!r} must be an object with choose(request, loads), or None")
+        self._otherwise: Balancer = LeastLoaded() if otherwise is None else otherwise
         self._max_sessions = max_sessions
         self._ranks: OrderedDict[str, int] = OrderedDict()
 

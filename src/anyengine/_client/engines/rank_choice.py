@@ -5,6 +5,7 @@ Owns the list of those that can have it. How one of them is chosen is :mod:`anye
 
 from __future__ import annotations
 
+from operator import index
 from typing import TYPE_CHECKING
 
 from anyengine._protocol import RankLoad
@@ -29,13 +30,14 @@ def choose_rank(session: Session, request: EngineCoreRequest) -> int:
     if not ranks:
         raise session.down()
     loads = {rank: _load(session, rank) for rank in ranks}
+    name = type(session.balancer).__name__
     try:
-        chosen = session.balancer.choose(request, loads)
+        chosen = index(session.balancer.choose(request, loads))
     except Exception as exc:
-        raise LocalProtocolError(f"balancer={session.balancer!r} failed to choose a rank: {exc!r}") from exc
+        raise LocalProtocolError(f"the balancer, a {name}, failed to choose a rank: {exc!r}") from exc
     if chosen not in loads:
         raise LocalProtocolError(
-            f"balancer={session.balancer!r} chose rank {chosen!r}, which was not among those offered: {sorted(loads)}"
+            f"the balancer, a {name}, chose rank {chosen}, which was not among those offered: {sorted(loads)}"
         )
     return chosen
 

@@ -94,7 +94,7 @@ class Session:
         self.sent_again: int = 0
         """How many requests wait to be sent once more: they are in no registry, and in flight all the same."""
         self.send_budget: SendBudget = SendBudget(self, self.ranks, settings.max_unread_bytes)
-        self.balancer: Balancer = settings.balancer or balancer_for(len(self.ranks))
+        self.balancer: Balancer = settings.balancer if settings.balancer is not None else balancer_for(len(self.ranks))
         self.fences: Fences = Fences(self)
         self.on_room: Callable[[], None] = _nothing
         """Called when there may be room for a request where there was none."""
