@@ -19,7 +19,7 @@ from anyengine._wire import lora_to_wire
 from anyengine.exceptions import EngineError, UtilityError, UtilityRejected, UtilityTimeout
 from anyengine.params import LoRARequest
 
-__all__ = ["EngineOperations", "PauseMode", "refuse_unless"]
+__all__ = ["EngineOperations", "PauseMode", "refuse", "refuse_unless"]
 
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 """What becomes of running requests: ended as aborted, awaited, or kept frozen."""
@@ -85,7 +85,7 @@ class EngineOperations:
         cancelled call the engine may be paused or not: only :meth:`resume_generation` ends the uncertainty.
         """
         if mode not in ("abort", "wait", "keep"):
-            _refuse("pause_generation", "mode", mode, "is no way to pause", "use 'abort', 'wait' or 'keep'")
+            refuse("pause_generation", "mode", mode, "is no way to pause", "use 'abort', 'wait' or 'keep'")
         method = "pause_generation" if self._caller.utility_arity("pause_generation") else "pause_scheduler"
         await self._stop_requests("paused", mode, method, mode, clear_cache)
 
@@ -149,7 +149,7 @@ class EngineOperations:
         """Give memory back: level 1 offloads the weights and drops the KV cache, 2 drops both, 0 only pauses. No
         request is sent from the call on, until :meth:`wake_up` has brought everything back."""
         if type(level) is not int or not 0 <= level <= 2:
-            _refuse("sleep", "level", level, "is no level of sleep", "use 0, 1 or 2")
+            refuse("sleep", "level", level, "is no level of sleep", "use 0, 1 or 2")
         await self._stop_requests("asleep", mode, "sleep", level, mode)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
@@ -159,7 +159,7 @@ class EngineOperations:
         refuse_unless(Iterable, "wake_up", "tags", () if tags is None else tags, f"use some of {_TAGS}")
         named = None if tags is None else list(tags)
         if unknown := [tag for tag in named or () if tag not in _TAGS]:
-            _refuse("wake_up", "tags", named, f"has {unknown[0]!r}, which nothing sleeps by", f"use some of {_TAGS}")
+            refuse("wake_up", "tags", named, f"has {unknown[0]!r}, which nothing sleeps by", f"use some of {_TAGS}")
         answers = await self._call("wake_up", named)
         awake = all(answer is not False for answer in answers.values())
         if tags is not None and None in answers.values():  # a release that does not say how much of it is back
@@ -270,7 +270,7 @@ class EngineOperations:
         named: object = method
         if not isinstance(named, str):
             problem = "is no name: a callable would have to be pickled, which this client never does"
-            _refuse("collective_rpc", "method", method, problem, "give the name of a method that the workers have")
+            refuse("collective_rpc", "method", method, problem, "give the name of a method that the workers have")
         _refuse_text("collective_rpc", "args", args, "[argument]")
         arguments = (method, timeout, list(args), None if kwargs is None else dict(kwargs))
         results = await self._typed(list[Any], "collective_rpc", *arguments, ranks=ranks)
@@ -341,8 +341,12 @@ class EngineOperations:
         return all((await self._typed(bool, method, *args)).values())
 
 
-def _refuse(method: str, parameter: str, value: Any, problem: str, remedy: str) -> NoReturn:
-    """Refuse an argument of ``method`` before anything is sent."""
+def refuse(method: str, parameter: str, value: Any, problem: str, remedy: str) -> NoReturn:
+    """Refuse an argument of ``method`` before anything is sent.
+
+    Raises:
+        UtilityRejected: always.
+    """
     message = f"{parameter}={value!r:.200} {problem}"
     raise UtilityRejected(message, method=method, parameter=parameter, value=value, remedy=remedy)
 
@@ -352,10 +356,10 @@ def refuse_unless(kind: type, method: str, parameter: str, value: object, remedy
     UtilityRejected: an argument of ``method`` is of another kind; nothing was sent.
     """
     if not isinstance(value, kind):
-        _refuse(method, parameter, value, f"is {a_type(value)}", remedy)
+        refuse(method, parameter, value, f"is {a_type(value)}", remedy)
 
 
 def _refuse_text(method: str, parameter: str, value: object, remedy: str) -> None:
     """Refuse text where several things are expected: its letters would be sent."""
     if isinstance(value, str | bytes):
-        _refuse(method, parameter, value, f"is {a_type(value)}, not a sequence", f"use {remedy}")
+        refuse(method, parameter, value, f"is {a_type(value)}, not a sequence", f"use {remedy}")

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
-from .operations import EngineOperations, refuse_unless
+from .operations import EngineOperations, refuse, refuse_unless
 
 __all__ = ["TransferInfo", "WeightOperations"]
 
@@ -68,7 +68,7 @@ class WeightOperations(EngineOperations):
         several = isinstance(update_info, Sequence) and not isinstance(update_info, str | bytes)
         parts: Any = update_info if several else (update_info,)
         if not parts:
-            refuse_unless(Mapping, "update_weights", "update_info", parts, "give an entry for each worker")
+            refuse("update_weights", "update_info", update_info, "is empty", "give an entry for each worker")
         for part in parts:
             refuse_unless(Mapping, "update_weights", "update_info", part, "use a dict, or a list of them")
         info = [dict(part) for part in parts]
