@@ -1,7 +1,8 @@
 """``anyengine bench engine``: tokens per second of the embedded engine and of what people would use instead.
 
 Owns the schedule: all contestants are loaded, then take turns at every point, so that a busy machine is busy for all
-of them; medians over the rounds. Each contestant is a process of its own, and is measured whole.
+of them, while the others are stopped; medians over the rounds. Each contestant is a process of its own, and is measured
+whole.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def measure(bench: EngineBench, progress: IO[str]) -> list[Measurement]:
                 tail = ["continuous"] if name.endswith("continuous") else []
                 arguments = [*command, bench.model_dir, dtype, str(bench.num_threads), *tail]
                 running[name] = stack.enter_context(_started(name, arguments))
+                running[name].rest()
             found += _measure(bench, dtype, running, progress)
     return found
 
@@ -90,12 +92,12 @@ def _measure(
 ) -> Iterator[Measurement]:
     task = {"input_tokens": bench.input_tokens, "output_tokens": bench.output_tokens}
     for contestant in running.values():  # warm-up
-        contestant.ask({**task, "num_seqs": 2, "output_tokens": 2, "seed": 0})
+        _ask_alone(contestant, {**task, "num_seqs": 2, "output_tokens": 2, "seed": 0})
     for num_seqs in bench.batch_sizes:
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in running}
         for number in range(bench.rounds):
             for name, contestant in running.items():
-                answer = contestant.ask({**task, "num_seqs": num_seqs, "seed": 1000 * num_seqs + number})
+                answer = _ask_alone(contestant, {**task, "num_seqs": num_seqs, "seed": 1000 * num_seqs + number})
                 if answer["num_tokens"] != num_seqs * bench.output_tokens:
                     raise RuntimeError(f"{name} made {answer['num_tokens']} tokens, not {num_seqs} times as asked")
                 rounds[name].append(answer)
@@ -108,12 +110,22 @@ def _measure(
             yield Measurement(name, dtype, num_seqs, rate, cpu_s, walls_s)
 
 
+def _ask_alone(contestant: Contestant, task: dict[str, float]) -> dict[str, float]:
+    """Its answer, while all others rest."""
+    contestant.go_on()
+    answer = contestant.ask(task)
+    contestant.rest()
+    return answer
+
+
 @contextlib.contextmanager
 def _started(name: str, arguments: Sequence[str]) -> Iterator[Contestant]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2])])}
     if name == "vllm":
         environment.pop("PYTHONPATH")
-    process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
     with ended_at_last(process):
         yield Contestant(name, process)
 

@@ -6,6 +6,8 @@ Owns one conversation. What is asked, and what is started how, is each benchmark
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +35,15 @@ class Contestant:
         self._process.stdin.flush()
         return self._read()
 
+    def rest(self) -> None:
+        """Stop its processes until :meth:`go_on`: engines that wait for work in a loop take a processor from whose turn
+        it is. It leads a process group."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Undo :meth:`rest`."""
+        os.killpg(self._process.pid, signal.SIGCONT)
+
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None, "it has a pipe"
         line = self._process.stdout.readline()
@@ -48,6 +59,8 @@ def ended_at_last(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[A
     try:
         yield process
     finally:
+        if process.poll() is None and os.getpgid(process.pid) == process.pid:
+            os.killpg(process.pid, signal.SIGCONT)  # it may rest
         if process.stdin is None:
             process.terminate()
         else:

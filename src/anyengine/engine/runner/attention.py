@@ -10,12 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from anyengine.engine.runner.kernels import DecodeRows
 from anyengine.engine.runner.paged_cache import BLOCK_TOKENS, PagedCache
+
+if TYPE_CHECKING:
+    from anyengine.engine.runner.kernels.library import Kernels
 
 __all__ = ["AttentionStep", "Span"]
 
@@ -54,10 +60,18 @@ class _Chunk:
 
 class AttentionStep:
     """What one forward pass needs to know. ``spans`` in the order of its rows: those of one token first, the longest
-    of them first of all."""
+    of them first of all. With ``kernels`` those of one token are left to one of them, if it can do the layer."""
 
-    def __init__(self, cache: PagedCache, spans: Sequence[Span], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        cache: PagedCache,
+        spans: Sequence[Span],
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels | None = None,
+    ) -> None:
         self._cache = cache
+        self._kernels = kernels
         self._spans = spans
         self._dtype = dtype
         self._device = device
@@ -73,10 +87,11 @@ class AttentionStep:
         ]
         self._new_blocks = torch.cat(blocks).to(device)
         self._new_offsets = self.positions % BLOCK_TOKENS
-        self._write_rows: dict[int, Tensor] = {}
+        self._write_rows: dict[tuple[int, int], Tensor] = {}  # by first row and number of heads
         self._read_rows: dict[tuple[int, int], Tensor] = {}  # by identity of the block ids, which live as long as we
         self._groups: dict[int | None, list[_Group]] = {}
         self._chunks: dict[int | None, list[_Chunk]] = {}
+        self._rows: dict[int | None, DecodeRows] = {}
 
     def attend(
         self,
@@ -89,21 +104,25 @@ class AttentionStep:
         softcap: float | None = None,
     ) -> Tensor:
         """Store the new keys and values [num_tokens, 2, num_kv_heads, head_dim]; what ``queries`` [num_tokens,
-        num_heads, head_dim] find: [num_tokens, num_heads, head_dim]."""
+        num_heads, head_dim] find: [num_tokens, num_heads, head_dim]. Nobody sees what another sequence stores now."""
+        num_heads, head_dim = queries.shape[1:]
         num_kv_heads = keys_values.shape[2]
-        if num_kv_heads not in self._write_rows:
-            rows = self._cache.write_rows(self._new_blocks, self._new_offsets, num_kv_heads)
-            self._write_rows[num_kv_heads] = rows
-        self._cache.write(layer, self._write_rows[num_kv_heads], keys_values)
-        if window_tokens not in self._groups:
-            self._groups[window_tokens] = self._make_groups(window_tokens)
-            self._chunks[window_tokens] = self._make_chunks(window_tokens)
+        kernel = None
+        if self._kernels is not None and self._num_single:
+            kernel = self._kernels.decode_attention(num_heads, num_kv_heads, head_dim, softcap)
+        self._store(layer, keys_values, 0 if kernel is None else self._num_single)
         found: list[Tensor] = []
-        for group in self._groups[window_tokens]:
-            q = queries[group.first : group.first + group.count] * scale
-            keys, values = self._read(layer, group.block_ids, num_kv_heads)
-            found.append(_attend_single(q, keys, values, group.mask, softcap))
-        for chunk in self._chunks[window_tokens]:
+        if kernel is not None:
+            single = self._num_single
+            found.append(torch.empty((single, num_heads, head_dim), dtype=queries.dtype))
+            q, kv = _dense_rows(queries[:single]), _dense_rows(keys_values[:single])
+            kernel(self._decode_rows(window_tokens), q, kv, self._cache.memory(layer), found[0], scale)
+        else:
+            for group in self._groups_for(window_tokens):
+                q = queries[group.first : group.first + group.count] * scale
+                keys, values = self._read(layer, group.block_ids, num_kv_heads)
+                found.append(_attend_single(q, keys, values, group.mask, softcap))
+        for chunk in self._chunks_for(window_tokens):
             rows_ = slice(chunk.first, chunk.first + chunk.count)
             if chunk.block_ids is None:
                 keys, values = keys_values[rows_].permute(1, 2, 0, 3)[:, None]
@@ -112,11 +131,42 @@ class AttentionStep:
             found.append(_attend_chunk(queries[rows_], keys, values, chunk.mask, scale, softcap))
         return found[0] if len(found) == 1 else torch.cat(found)
 
+    def _store(self, layer: int, keys_values: Tensor, first: int) -> None:
+        """Those of rows ``first`` and following."""
+        num_kv_heads = keys_values.shape[2]
+        if first == len(keys_values):
+            return
+        if (first, num_kv_heads) not in self._write_rows:
+            rows = self._cache.write_rows(self._new_blocks[first:], self._new_offsets[first:], num_kv_heads)
+            self._write_rows[first, num_kv_heads] = rows
+        self._cache.write(layer, self._write_rows[first, num_kv_heads], keys_values[first:])
+
     def _read(self, layer: int, block_ids: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor]:
         key = (id(block_ids), num_kv_heads)
         if key not in self._read_rows:
             self._read_rows[key] = self._cache.read_rows(block_ids, num_kv_heads)
         return self._cache.read(layer, self._read_rows[key], len(block_ids))
+
+    def _groups_for(self, window_tokens: int | None) -> list[_Group]:
+        if window_tokens not in self._groups:
+            self._groups[window_tokens] = self._make_groups(window_tokens)
+        return self._groups[window_tokens]
+
+    def _chunks_for(self, window_tokens: int | None) -> list[_Chunk]:
+        if window_tokens not in self._chunks:
+            self._chunks[window_tokens] = self._make_chunks(window_tokens)
+        return self._chunks[window_tokens]
+
+    def _decode_rows(self, window_tokens: int | None) -> DecodeRows:
+        if window_tokens not in self._rows:
+            spans = self._spans[: self._num_single]
+            table = np.zeros((len(spans), max(len(span.block_ids) for span in spans)), dtype=np.int64)
+            for row, span in zip(table, spans, strict=True):
+                row[: len(span.block_ids)] = span.block_ids
+            ends = np.array([span.end for span in spans], dtype=np.int64)
+            starts = np.zeros_like(ends) if window_tokens is None else np.maximum(ends - window_tokens, 0)
+            self._rows[window_tokens] = DecodeRows(table, starts, ends)
+        return self._rows[window_tokens]
 
     def _make_groups(self, window_tokens: int | None) -> list[_Group]:
         seen = [_seen_blocks(span, window_tokens) for span in self._spans[: self._num_single]]
@@ -175,6 +225,11 @@ class AttentionStep:
     def _mask(self, visible: Tensor) -> Tensor:
         zeros = torch.zeros(visible.shape, dtype=self._dtype, device=self._device)
         return zeros.masked_fill(~visible, -math.inf)
+
+
+def _dense_rows(rows: Tensor) -> Tensor:
+    """With gaps between the rows at most."""
+    return rows if rows[:1].is_contiguous() else rows.contiguous()
 
 
 def _seen_blocks(span: Span, window_tokens: int | None) -> range:

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from anyengine.engine.runner.attention import AttentionStep
+from anyengine.engine.runner.linear import Linear
 from anyengine.engine.runner.paged_cache import LayerShape
+
+if TYPE_CHECKING:
+    from anyengine.engine.runner.kernels.library import Kernels
 
 __all__ = ["ClassifyingForward", "ForwardPass", "RoutedForward", "attention_windows", "learn_layers"]
 
@@ -26,6 +30,12 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"  # as transformers names
 
 class ForwardPass(Protocol):
     """A model, as the runner uses it."""
+
+    kernels: Kernels | None
+    """What attention may use in its steps."""
+
+    def use(self, kernels: Kernels | None) -> None:
+        """Compute with ``kernels`` as far as they can; ``None``: with torch alone."""
 
     def __call__(
         self, input_ids: Tensor, step: AttentionStep, rows: Tensor, pooled_rows: Tensor | None = None
@@ -125,10 +135,24 @@ def learn_layers(model: Any, windows: Sequence[int | None]) -> list[LayerShape]:
     return [shape for shape in shapes if shape is not None]
 
 
-class RoutedForward:
+class _OfTransformers:
+    """A pass of transformers' own code."""
+
+    def __init__(self, model: Any) -> None:
+        self.kernels: Kernels | None = None
+        self._linears = [module for module in model.modules() if isinstance(module, Linear)]
+
+    def use(self, kernels: Kernels | None) -> None:
+        self.kernels = kernels
+        for linear in self._linears:
+            linear.use(kernels)
+
+
+class RoutedForward(_OfTransformers):
     """Implements :class:`ForwardPass` with transformers' own code. ``model`` has been through :func:`learn_layers`."""
 
     def __init__(self, model: Any) -> None:
+        super().__init__(model)
         self._model = model
         self._routers = _routers_of(model)
 
@@ -149,10 +173,11 @@ class RoutedForward:
         return logits, None if pooled_rows is None else output.hidden_states[-1][0, pooled_rows].float()
 
 
-class ClassifyingForward:
+class ClassifyingForward(_OfTransformers):
     """Implements :class:`ForwardPass` for a transformers model with a head that classifies: there are no logits."""
 
     def __init__(self, model: Any) -> None:
+        super().__init__(model)
         self._core = model.base_model
         self._head = model.score
         self._routers = _routers_of(model)

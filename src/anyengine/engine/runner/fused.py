@@ -8,7 +8,7 @@ passes do not agree on a few tokens, the runner keeps to transformers'.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from torch.nn import functional
 
 from anyengine.engine.runner.attention import AttentionStep
 from anyengine.engine.runner.linear import Linear, LinearPart
+
+if TYPE_CHECKING:
+    from anyengine.engine.runner.kernels.elementwise import Gate, Norm, Rotation
+    from anyengine.engine.runner.kernels.library import Kernels
 
 __all__ = ["FusedForward", "can_fuse"]
 
@@ -48,6 +52,17 @@ class _Layer:
         has_norms = hasattr(attention, "q_norm")
         self.q_norm = _Norm(attention.q_norm) if has_norms else None
         self.k_norm = _Norm(attention.k_norm) if has_norms else None
+        self._rotation: Rotation | None = None
+        self._gate: Gate | None = None
+
+    def use(self, kernels: Kernels | None) -> None:
+        for user in (self.norm_1, self.norm_2, self.qkv, self.o, self.gate_up, self.down):
+            user.use(kernels)
+        if kernels is None:
+            self._rotation = self._gate = None
+        else:
+            self._rotation = kernels.rotation(self.num_heads + self.num_kv_heads, self.head_dim)
+            self._gate = kernels.gate(self.down.in_features)
 
     def _joined(self, path: str, module: Any, *names: str) -> Linear:
         """One product in place of several. The originals lose their weights."""
@@ -63,17 +78,20 @@ class _Layer:
             first += len(weight)
         return joined
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, step: AttentionStep) -> Tensor:
-        """``x``: [num_tokens, hidden]."""
+    def __call__(self, x: Tensor, more: Tensor | None, cos: Tensor, sin: Tensor, step: AttentionStep) -> Tensor:
+        """``x`` [num_tokens, hidden] becomes the sum of ``x``, ``more`` and what attention finds. What the rest of the
+        layer adds is the result: the next norm does it."""
         num_tokens = len(x)
-        qkv = self.qkv(self.norm_1(x)).view(num_tokens, -1, self.head_dim)
+        qkv = self.qkv(self.norm_1(x, more)).view(num_tokens, -1, self.head_dim)
         rotated = qkv[:, : self.num_heads + self.num_kv_heads]  # [num_tokens, num_heads + num_kv_heads, head_dim]
         if self.q_norm is not None and self.k_norm is not None:
             rotated[:, : self.num_heads] = self.q_norm(rotated[:, : self.num_heads])
             rotated[:, self.num_heads :] = self.k_norm(rotated[:, self.num_heads :])
-        # cat(-x2, x1) * sin is roll(x) * (-sin, sin): the sign is in ``sin`` already.
-        turned = rotated.roll(self.head_dim // 2, -1).mul_(sin)
-        rotated.mul_(cos).add_(turned)
+        if self._rotation is not None:
+            self._rotation(rotated, cos, sin)
+        else:
+            turned = rotated.roll(self.head_dim // 2, -1).mul_(sin)
+            rotated.mul_(cos).add_(turned)
         found = step.attend(
             self.index,
             qkv[:, : self.num_heads],
@@ -81,10 +99,14 @@ class _Layer:
             scale=self.scale,
             window_tokens=self.window_tokens,
         )
-        x = self.o(found.reshape(num_tokens, -1)).add_(x)
-        gate, up = self.gate_up(self.norm_2(x)).chunk(2, -1)
-        result: Tensor = self.down(functional.silu(gate).mul_(up))
-        return result.add_(x)
+        gate_up = self.gate_up(self.norm_2(x, self.o(found.view(num_tokens, -1))))
+        if self._gate is not None:
+            gated = self._gate(gate_up)
+        else:
+            gate, up = gate_up.chunk(2, -1)
+            gated = functional.silu(gate).mul_(up)
+        result: Tensor = self.down(gated)
+        return result
 
 
 class _Norm:
@@ -93,8 +115,17 @@ class _Norm:
     def __init__(self, norm: Any) -> None:
         self._weight: Tensor = norm.weight.detach()
         self._epsilon: float = norm.variance_epsilon
+        self._kernel: Norm | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def use(self, kernels: Kernels | None) -> None:
+        self._kernel = None if kernels is None else kernels.norm(len(self._weight), self._epsilon)
+
+    def __call__(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+        """Of ``x + more``, which ``x`` becomes."""
+        if self._kernel is not None and x.dim() == 2:
+            return self._kernel(x, more, self._weight)
+        if more is not None:
+            x.add_(more)
         wide = x.float()
         factor = (wide * wide).mean(-1, keepdim=True).add_(self._epsilon).rsqrt_()
         if x.dtype is torch.float32:
@@ -108,6 +139,7 @@ class FusedForward:
 
     def __init__(self, model: Any, windows: list[int | None]) -> None:
         core = model.model
+        self.kernels: Kernels | None = None
         self._embedding: Tensor = core.embed_tokens.weight.detach()
         self._layers = [
             _Layer(index, layer, window_tokens)
@@ -119,14 +151,25 @@ class FusedForward:
         self._rotary = core.rotary_emb
         self._head = Linear(model.lm_head.weight, model.lm_head.bias)
 
+    def use(self, kernels: Kernels | None) -> None:
+        """Compute what lies between the products with ``kernels``, as far as they can; ``None``: with torch."""
+        self.kernels = kernels
+        self._norm.use(kernels)
+        self._head.use(kernels)
+        for layer in self._layers:
+            layer.use(kernels)
+
     def __call__(
         self, input_ids: Tensor, step: AttentionStep, rows: Tensor, pooled_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         x = functional.embedding(input_ids, self._embedding)  # [num_tokens, hidden]
         cos, sin = self._rotary(x, step.positions[None])
-        cos, sin = cos[0, :, None], sin[0, :, None].clone()  # [num_tokens, 1, head_dim]
+        cos, sin = cos[0, :, None].contiguous(), sin[0, :, None].clone()  # [num_tokens, 1, head_dim]
+        # cat(-x2, x1) * sin is roll(x) * (-sin, sin): the sign is in ``sin`` already.
         sin[..., : sin.shape[-1] // 2].neg_()
+        more: Tensor | None = None
         for layer in self._layers:
-            x = layer(x, cos, sin, step)
+            more = layer(x, more, cos, sin, step)
+        x = x if more is None else x.add_(more)
         logits: Tensor = self._head(self._norm(x[rows])).float()
         return logits, None if pooled_rows is None else self._norm(x[pooled_rows]).float()

@@ -1,25 +1,30 @@
 """Products with weights, in the layout that the processor likes best.
 
 Owns the packing. On a CPU oneDNN's blocked layout makes batches of 2 to 64 rows up to twice as fast as plain weights,
-and single rows of bfloat16 too; a packed weight takes the place of the plain one. Single rows of float32 are multiplied
-with the same memory by BLAS, which reads it faster than oneDNN. Elsewhere, and where this build of torch has no oneDNN,
-it is ``torch.nn.functional.linear``.
+and single rows of bfloat16 too; a packed weight takes the place of the plain one. A kernel of our own multiplies few
+rows with the same memory, which it reads faster than oneDNN. Elsewhere, and where this build of torch has no oneDNN, it
+is ``torch.nn.functional.linear``.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+if TYPE_CHECKING:
+    from anyengine.engine.runner.kernels.few_rows import FewRows
+    from anyengine.engine.runner.kernels.library import Kernels
+
 __all__ = ["Linear", "LinearPart", "pack_linears"]
 
 _ROWS_HINT = 32
 _BLOCK = 64  # columns of the product that lie together in a packed weight
+_FEW = 128  # rows, of which the kernel is faster than oneDNN
 
 
 def _can_pack(weight: Tensor) -> bool:
@@ -32,16 +37,22 @@ def _can_pack(weight: Tensor) -> bool:
 
 
 def _blocks_of(packed: Any, weight: Tensor) -> Tensor | None:
-    """The memory of ``packed`` as [out / 64, in, 64], good as long as ``packed``; ``None``: it lies in another way."""
-    if weight.dtype is not torch.float32 or len(weight) % _BLOCK or not hasattr(torch.ops.mkldnn, "data_ptr"):
+    """The memory of ``packed``, good as long as it is, if it lies as :class:`~.kernels.few_rows.FewRows` has it: blocks
+    of 64 columns, in which the numbers of a line lie together, or those of two lines by pairs."""
+    num_columns, num_lines = weight.shape
+    pair = 4 // weight.element_size()
+    if num_columns % _BLOCK or num_lines % pair or not hasattr(torch.ops.mkldnn, "data_ptr"):
         return None
     num_bytes = torch.ops.mkldnn._nbytes(packed)
     if num_bytes != weight.nbytes:
         return None
     memory = (ctypes.c_byte * num_bytes).from_address(torch.ops.mkldnn.data_ptr(packed))
-    blocks = torch.frombuffer(memory, dtype=torch.float32).view(-1, weight.shape[1], _BLOCK)
+    blocks = torch.frombuffer(memory, dtype=weight.dtype).view(-1, num_lines // pair, _BLOCK, pair)
     # oneDNN does not promise a layout: see where it has put the first and the last.
-    same = torch.equal(blocks[0].T, weight[:_BLOCK]) and torch.equal(blocks[-1].T, weight[-_BLOCK:])
+    same = all(
+        torch.equal(blocks[block], weight[block * _BLOCK :][:_BLOCK].view(_BLOCK, -1, pair).transpose(0, 1))
+        for block in (0, len(blocks) - 1)
+    )
     return blocks if same else None
 
 
@@ -54,6 +65,7 @@ class Linear(nn.Module):
         self.in_features: int = weight.shape[1]
         self._packed: Any = None
         self._blocks: Tensor | None = None
+        self._few_rows: FewRows | None = None
         if _can_pack(weight):
             # What torch.compile uses for constant weights (its name is private, its schema has not changed since 2.0).
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)
@@ -65,13 +77,20 @@ class Linear(nn.Module):
         self.addition: Callable[[Tensor, Tensor], Tensor] | None = None
         """What becomes of (x, product): LoRA adapters change it, in place."""
 
+    def use(self, kernels: Kernels | None) -> None:
+        """Multiply few rows with a kernel, if there is one for this weight; ``None``: never."""
+        self._few_rows = None
+        if kernels is not None and self._blocks is not None:
+            self._few_rows = kernels.few_rows(self.in_features, self.out_features)
+
     def forward(self, x: Tensor) -> Tensor:
         product: Tensor
         if self._packed is None:
             product = functional.linear(x, self._weight, self._bias)
-        elif self._blocks is not None and x.numel() == self.in_features:
-            row = x.reshape(1, 1, -1).expand(len(self._blocks), -1, -1)
-            product = torch.bmm(row, self._blocks).view(*x.shape[:-1], self.out_features)
+        elif self._few_rows is not None and self._blocks is not None and x.numel() <= _FEW * self.in_features:
+            product = x.new_empty(*x.shape[:-1], self.out_features)
+            rows = x.reshape(-1, self.in_features)
+            self._few_rows(rows.contiguous(), self._blocks, product.view(-1, self.out_features))
             if self._bias is not None:
                 product += self._bias
         else:

@@ -35,12 +35,10 @@ try:
     from anyengine.engine.runner.adapters import Adapters
     from anyengine.engine.runner.attention import AttentionStep, Span
     from anyengine.engine.runner.constraints import Constraints
-    from anyengine.engine.runner.forward import ClassifyingForward, ForwardPass, RoutedForward
-    from anyengine.engine.runner.fused import FusedForward, can_fuse
-    from anyengine.engine.runner.linear import pack_linears
-    from anyengine.engine.runner.loader import LoadedModel, WeightFiles, load_model
+    from anyengine.engine.runner.loader import LoadedModel, WeightFiles
     from anyengine.engine.runner.logprobs import PromptLogprobs, sampled_logprobs
     from anyengine.engine.runner.paged_cache import BLOCK_TOKENS, PagedCache, free_memory_bytes
+    from anyengine.engine.runner.passes import load_weights
     from anyengine.engine.runner.pooling import classify, embed
     from anyengine.engine.runner.profiling import StepProfiler
     from anyengine.engine.runner.residency import Residency, Weights
@@ -53,7 +51,6 @@ except ImportError as _missing:
 __all__ = ["TransformersRunner", "create_runner"]
 
 _DEFAULT_MAX_MODEL_LEN = 8192  # tokens; a model may allow more, but nobody should get that much cache unasked
-_PROBE = [1, 2, 3, 5, 8, 13, 21]
 
 _logger = logging.getLogger(__name__)
 
@@ -68,7 +65,7 @@ def create_runner(config: EmbeddedEngine, report: Callable[[Status], None]) -> M
     resolved = resolve_model(config.model, report)
     report(Status("resolving", detail=resolved.source, model_dir=str(resolved.model_dir)))
     with torch.inference_mode():
-        loaded, weights = _load(resolved, config, report)
+        loaded, weights = load_weights(resolved, config, report)
         max_model_len, num_blocks = _sizes(loaded, config)
         adapters = Adapters(weights.parts, config.max_loras, loaded.like)
         residency = Residency(
@@ -93,44 +90,7 @@ def create_runner(config: EmbeddedEngine, report: Callable[[Status], None]) -> M
 
 def _load_again(resolved: ResolvedModel, config: EmbeddedEngine, model_class: Any, path: Path | None) -> Weights:
     update = None if path is None else WeightFiles(path, model_class)
-    return _load(resolved, config, lambda _status: None, update)[1]
-
-
-def _load(
-    resolved: ResolvedModel,
-    config: EmbeddedEngine,
-    report: Callable[[Status], None],
-    update: WeightFiles | None = None,
-) -> tuple[LoadedModel, Weights]:
-    """The model, with its own weights or those of an update, and the pass that is used for it."""
-    loaded = load_model(resolved, config, report, update)
-    if can_fuse(loaded.model):
-        fused = _fused(loaded)
-        if fused is not None:
-            return loaded, Weights(fused, fused.parts)
-        _logger.warning("%s: our forward pass does not agree with transformers'; theirs is used", config.model)
-        loaded = load_model(resolved, config, report, update)
-    parts = pack_linears(loaded.model)
-    forward = RoutedForward(loaded.model) if loaded.num_labels is None else ClassifyingForward(loaded.model)
-    return loaded, Weights(forward, parts)
-
-
-def _fused(loaded: LoadedModel) -> FusedForward | None:
-    """Our own pass, which has taken the model apart; ``None``: it does not compute the same."""
-    expected = _probe(RoutedForward(loaded.model), loaded)
-    fused = FusedForward(loaded.model, loaded.windows)
-    found = _probe(fused, loaded)
-    tolerance = 1e-3 if loaded.like.dtype is torch.float32 else 0.1
-    return fused if (found - expected).norm() <= tolerance * expected.norm() else None
-
-
-def _probe(forward: ForwardPass, loaded: LoadedModel) -> torch.Tensor:
-    like = loaded.like
-    cache = PagedCache(loaded.layers, 1, like)
-    step = AttentionStep(cache, [Span([0], 0, len(_PROBE))], like.dtype, like.device)
-    every = torch.arange(len(_PROBE), device=like.device)
-    logits, _ = forward(torch.tensor(_PROBE, device=like.device) % loaded.vocab_size, step, every)
-    return logits
+    return load_weights(resolved, config, lambda _status: None, update)[1]
 
 
 def _sizes(loaded: LoadedModel, config: EmbeddedEngine) -> tuple[int, int]:
@@ -307,9 +267,10 @@ class TransformersRunner:
         for place in scored:
             rows += range(ends[place] - items[place].num_new_tokens, ends[place])
         self._adapters.place(items, ends)
-        logits, hidden_states = self._residency.forward(
+        forward = self._residency.forward
+        logits, hidden_states = forward(
             self._indices(token_ids),
-            AttentionStep(self._residency.cache, spans, self._dtype, self._device),
+            AttentionStep(self._residency.cache, spans, self._dtype, self._device, forward.kernels),
             self._indices(rows),
             self._indices([ends[place] - 1 for place in pooling]) if pooling else None,
         )

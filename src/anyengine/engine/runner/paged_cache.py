@@ -46,6 +46,10 @@ class PagedCache:
         """Of one block in all layers."""
         return sum(2 * shape.num_kv_heads * shape.head_dim for shape in shapes) * BLOCK_TOKENS * dtype.itemsize
 
+    def memory(self, layer: int) -> Tensor:
+        """All of a layer, [num_blocks, 2, num_kv_heads, BLOCK_TOKENS, head_dim]."""
+        return self._layers[layer]
+
     def write(self, layer: int, rows: Tensor, keys_values: Tensor) -> None:
         """Store ``keys_values`` [num_tokens, 2, num_kv_heads, head_dim] at ``rows`` of :meth:`write_rows`."""
         memory = self._layers[layer]
