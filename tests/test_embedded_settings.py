@@ -30,6 +30,7 @@ from anyengine.engine.start import runner_factory
         ({"max_loras": -1}, "max_loras=-1 must be at least 0"),
         ({"num_threads": 0}, "num_threads=0 must be at least 1, or None for torch's own choice"),
         ({"seed": None}, "seed=None must be an int"),
+        ({"enforce_eager": 1}, "enforce_eager=1 must be True or False"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' must be True or False"),
         ({"in_process": 1}, "in_process=1 must be True or False"),
         ({"max_logprobs": -2}, "max_logprobs=-2 must be at least -1"),

@@ -60,6 +60,7 @@ class EmbeddedEngine(_EmbeddedModel, frozen=True, kw_only=True):
     running batch; further requests wait in the engine. ``max_num_batched_tokens`` bounds the tokens, of prompts and
     answers together, computed in one step. ``kv_cache_memory_bytes`` is what keys and values may take (``None``: what
     the largest batch could need, at most a quarter of the free memory of a CPU, or most of a GPU's);
+    ``enforce_eager``: compute with torch's operations alone, instead of compiling kernels for the processor.
     ``enable_prefix_caching`` lets requests use again what others have computed of the same beginning. ``max_loras``
     LoRA adapters (PEFT's format) are kept loaded at most; 0: requests with an adapter are refused. ``max_logprobs``
     is how many log-probabilities a request may ask for at each position; -1: the whole vocabulary. ``profile_dir`` is
@@ -73,6 +74,7 @@ class EmbeddedEngine(_EmbeddedModel, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 2048
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
+    enforce_eager: bool = False
     max_loras: int = 0
     max_logprobs: int = 20
     profile_dir: str | None = None
@@ -92,7 +94,7 @@ class EmbeddedEngine(_EmbeddedModel, frozen=True, kw_only=True):
             check_text(name, getattr(self, name), remedy)
         for name, (low, none) in _COUNTS.items():
             check_count(name, getattr(self, name), low, none)
-        for name in ("enable_prefix_caching", "in_process"):
+        for name in ("enable_prefix_caching", "enforce_eager", "in_process"):
             if type(value := getattr(self, name)) is not bool:
                 raise ValueError(f"{name}={value!r} must be True or False")
         if self.profile_dir is not None:

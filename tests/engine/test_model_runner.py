@@ -129,7 +129,7 @@ def _prompt_logprobs(model_dir: Path, prompt: list[int], dtype: str) -> torch.Te
 def test_a_lean_pass_that_differs_is_not_used(
     qwen2: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("anyengine.engine.runner.fused._Norm.__call__", lambda _self, x: x)
+    monkeypatch.setattr("anyengine.engine.runner.fused._Norm.__call__", lambda _self, x, _more=None: x)
     runner = open_runner(qwen2)
     assert not isinstance(runner._residency.forward, FusedForward)  # type: ignore[attr-defined]
     assert "does not agree with transformers'" in caplog.text
@@ -138,6 +138,45 @@ def test_a_lean_pass_that_differs_is_not_used(
     generate_staggered(open_runner(qwen2), [expected], batch_size=1)
     generate_staggered(runner, [seq], batch_size=1)
     assert seq.output_token_ids == expected.output_token_ids
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("kernel", ["decode_attention.DecodeAttention", "few_rows.FewRows"])
+def test_kernels_that_compute_something_else_are_not_used(
+    architecture: str, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_dir = make_tiny_model(architecture, tmp_path / architecture)
+    sound = open_runner(model_dir)
+    monkeypatch.setattr(f"anyengine.engine.runner.kernels.{kernel}.__call__", _spoil)
+    runner = open_runner(model_dir)
+    assert runner._residency.forward.kernels is None is not sound._residency.forward.kernels  # type: ignore[attr-defined]
+    assert "kernels for this processor do not agree with torch" in caplog.text
+    found = make_sequence("found", PROMPTS[0], max_tokens=4)
+    generate_staggered(runner, [found], batch_size=1)
+    monkeypatch.undo()
+    expected = make_sequence("expected", PROMPTS[0], max_tokens=4)
+    generate_staggered(sound, [expected], batch_size=1)
+    assert found.output_token_ids == expected.output_token_ids
+
+
+def _spoil(_self: object, *tensors: Any) -> None:
+    """The last of the tensors is the result, of all kernels that have one."""
+    next(tensor for tensor in reversed(tensors) if isinstance(tensor, torch.Tensor)).fill_(0.5)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
+def test_no_kernels_are_compiled_if_that_is_asked_for(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_dir = make_tiny_model(architecture, tmp_path / architecture)
+    eager = open_runner(model_dir, enforce_eager=True)
+    assert eager._residency.forward.kernels is None  # type: ignore[attr-defined]
+    found, expected = (make_sequence(name, PROMPTS[1], max_tokens=6) for name in ("found", "expected"))
+    generate_staggered(open_runner(model_dir), [expected], batch_size=1)
+    for kernel in ("decode_attention.DecodeAttention", "few_rows.FewRows"):
+        monkeypatch.setattr(f"anyengine.engine.runner.kernels.{kernel}.__call__", _spoil)
+    generate_staggered(eager, [found], batch_size=1)
+    assert found.output_token_ids == expected.output_token_ids
 
 
 def test_a_step_is_one_pass_over_the_new_tokens_of_all(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +188,7 @@ def test_a_step_is_one_pass_over_the_new_tokens_of_all(runner: ModelRunner, monk
         passes.append(len(input_ids))
         return forward(input_ids, *args)
 
+    counting.kernels = forward.kernels  # type: ignore[attr-defined]  # the rest of a forward pass
     monkeypatch.setattr(runner._residency, "_forward", counting)  # type: ignore[attr-defined]
     seqs = [make_sequence(str(index), TEN_TOKENS * (index + 1), max_tokens=50) for index in range(3)]
     running = []

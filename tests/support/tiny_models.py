@@ -36,12 +36,12 @@ _COMMON = {
 }
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
-    # The plain one; several sizes of it are in use as SmolLM.
-    "llama": ("LlamaConfig", {"num_key_value_heads": 2}),
-    # Grouped keys and values, biases, no windows.
+    # The plain one; several sizes of it are in use as SmolLM. There is a kernel for each of its operations.
+    "llama": ("LlamaConfig", {"num_key_value_heads": 2, "head_dim": 32}),
+    # Grouped keys and values, biases, no windows. Heads too small for kernels.
     "qwen2": ("Qwen2Config", {"num_key_value_heads": 2}),
     # Norms of queries and keys, head_dim unlike hidden_size / heads.
-    "qwen3": ("Qwen3Config", {"num_key_value_heads": 2, "head_dim": 16}),
+    "qwen3": ("Qwen3Config", {"num_key_value_heads": 2, "head_dim": 32}),
     # Some layers without positions.
     "smollm3": ("SmolLM3Config", {"num_key_value_heads": 2, "no_rope_layers": [1, 0, 1]}),
     # Partial rotary embedding, biases, layer norm.
@@ -50,7 +50,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
     # Fused query/key/value, partial rotary embedding, parallel residual.
     "gpt_neox": ("GPTNeoXConfig", {}),
     # One kind of layer, with a window shorter than the prompts.
-    "mistral": ("MistralConfig", {"num_key_value_heads": 2, "sliding_window": 8, "head_dim": 8}),
+    "mistral": ("MistralConfig", {"num_key_value_heads": 2, "sliding_window": 8, "head_dim": 16}),
     "gemma": ("GemmaConfig", {"num_key_value_heads": 1, "head_dim": 16}),
     "gemma3": (
         "Gemma3TextConfig",

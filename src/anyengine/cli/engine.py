@@ -41,6 +41,7 @@ class EngineOptions:
     max_num_batched_tokens: int | None
     kv_cache_memory_bytes: int | None
     enable_prefix_caching: bool
+    enforce_eager: bool
     max_loras: int
     profile_dir: str | None
     num_threads: int | None
@@ -62,6 +63,7 @@ class EngineOptions:
             max_model_len=self.max_model_len,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,
             enable_prefix_caching=self.enable_prefix_caching,
+            enforce_eager=self.enforce_eager,
             max_loras=self.max_loras,
             profile_dir=self.profile_dir,
             num_threads=self.num_threads,
@@ -164,6 +166,9 @@ def _add_model_options(parser: ArgumentParser) -> None:
         dest="enable_prefix_caching",
         action="store_false",
         help="compute the beginning that requests have in common for each of them",
+    )
+    group.add_argument(
+        "--enforce-eager", action="store_true", help="compute with torch alone, compile no kernels for the processor"
     )
     group.add_argument(
         "--max-loras", type=int, default=0, metavar="N", help="LoRA adapters kept loaded (default: 0, none is served)"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +22,9 @@ from anyengine.engine.runner.linear import pack_linears
 from anyengine.engine.runner.loader import LoadedModel, WeightFiles, load_model
 from anyengine.engine.runner.paged_cache import BLOCK_TOKENS, PagedCache
 from anyengine.engine.runner.residency import Weights
+
+if TYPE_CHECKING:
+    from anyengine.engine.runner.kernels.library import Kernels
 
 __all__ = ["load_weights"]
 
@@ -42,27 +46,32 @@ def load_weights(
     """
     loaded = load_model(resolved, config, report, update)
     expected = _probe(_routed(loaded), loaded)
+    kernels = None if config.enforce_eager else load_kernels(loaded.like)
     if can_fuse(loaded.model):
         fused = FusedForward(loaded.model, loaded.windows)
-        if _made_to_agree(fused, expected, loaded):
+        if _made_to_agree(fused, expected, loaded, kernels):
             return loaded, Weights(fused, fused.parts)
         _logger.warning("%s: our forward pass does not agree with transformers'; theirs is used", config.model)
         loaded = load_model(resolved, config, report, update)
     parts = pack_linears(loaded.model)
     routed = _routed(loaded)
-    if not _made_to_agree(routed, expected, loaded):
+    if not _made_to_agree(routed, expected, loaded, kernels):
         _logger.warning("%s: products with packed weights do not agree with transformers'", config.model)
     return loaded, Weights(routed, parts)
 
 
-def _made_to_agree(forward: ForwardPass, expected: torch.Tensor, loaded: LoadedModel) -> bool:
-    """With kernels, or without them."""
-    tolerance = 1e-3 if loaded.like.dtype is torch.float32 else 0.1
-    for kernels in dict.fromkeys((load_kernels(loaded.like), None)):
-        forward.use(kernels)
-        if (_probe(forward, loaded) - expected).norm() <= tolerance * expected.norm():
+def _made_to_agree(
+    forward: ForwardPass, expected: list[torch.Tensor], loaded: LoadedModel, kernels: Kernels | None
+) -> bool:
+    """With ``kernels``, or without them."""
+    # In bfloat16, transformers' own logits of SmolLM2 behind two tokens are a third off those in float32.
+    tolerance = 1e-3 if loaded.like.dtype is torch.float32 else 0.2
+    for used in dict.fromkeys((kernels, None)):
+        forward.use(used)
+        found = _probe(forward, loaded)
+        if all((a - b).norm() <= tolerance * b.norm() for a, b in zip(found, expected, strict=True)):
             return True
-        if kernels is not None:
+        if used is not None:
             _logger.warning("kernels for this processor do not agree with torch, and are not used")
     return False
 
@@ -71,8 +80,8 @@ def _routed(loaded: LoadedModel) -> RoutedForward | ClassifyingForward:
     return RoutedForward(loaded.model) if loaded.num_labels is None else ClassifyingForward(loaded.model)
 
 
-def _probe(forward: ForwardPass, loaded: LoadedModel) -> torch.Tensor:
-    """What comes out behind each of some tokens, [num_tokens, vocab or num_labels]."""
+def _probe(forward: ForwardPass, loaded: LoadedModel) -> list[torch.Tensor]:
+    """What comes out behind each token of a prompt, and behind one that follows: [num_tokens, vocab or num_labels]."""
     like = loaded.like
     cache = PagedCache(loaded.layers, 2, like)
     token_ids = torch.arange(1, _PROBE_TOKENS + 1, device=like.device) ** 2 % loaded.vocab_size
@@ -83,4 +92,4 @@ def _probe(forward: ForwardPass, loaded: LoadedModel) -> torch.Tensor:
         logits, scores = forward(token_ids[start:end], step, every, None if loaded.num_labels is None else every)
         found.append(logits if scores is None else scores)
     cache.close()
-    return torch.cat(found)
+    return found

@@ -40,7 +40,7 @@ _PAIRS = ir.VectorType(_BFloat16(), 2 * LANES)
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 # Cephes' expf: exp(r) = 1 + r + r**2 * p(r) for |r| <= ln(2) / 2, good to the last bit but one of a float32.
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-_EXP_LIMIT = 87.3
+_EXP_LEAST, _EXP_MOST = -87.3, 89.0
 
 
 class Emitter:
@@ -302,8 +302,9 @@ class Emitter:
         return self.builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * LANES))
 
     def exp(self, x: ir.Value) -> ir.Value:
-        """Within some two units of the last place; what is beyond the range of a float32 counts as its end."""
-        x = self.larger(self.smaller(x, self.floats(_EXP_LIMIT)), self.floats(-_EXP_LIMIT))
+        """Within some two units of the last place. Below -87.3 it is as there, from 88.4 on infinite; what is no number
+        stays none."""
+        given, x = x, self.larger(self.smaller(x, self.floats(_EXP_MOST)), self.floats(_EXP_LEAST))
         power = self._intrinsic("llvm.rint", self.builder.fmul(x, self.floats(1 / math.log(2))))
         r = self.fma(power, self.floats(-_LN2_LOW), self.fma(power, self.floats(-_LN2_HIGH), x))
         series = self.floats(_EXP[0])
@@ -311,7 +312,8 @@ class Emitter:
             series = self.fma(series, r, self.floats(coefficient))
         value = self.fma(self.builder.fmul(series, r), r, self.builder.fadd(r, self.floats(1.0)))
         biased = self.builder.add(self.builder.fptosi(power, _INTS), _ints(127))
-        return self.builder.fmul(value, self.builder.bitcast(self.builder.shl(biased, _ints(23)), _VECTOR))
+        value = self.builder.fmul(value, self.builder.bitcast(self.builder.shl(biased, _ints(23)), _VECTOR))
+        return self.builder.select(self.builder.fcmp_unordered("uno", given, given), given, value)
 
     def _intrinsic(self, name: str, *values: ir.Value) -> ir.Value:
         function_type = ir.FunctionType(_VECTOR, [_VECTOR] * len(values))

@@ -1,4 +1,5 @@
-"""Products of a few rows with a packed weight: each weight is read once, as fast as memory gives it.
+"""Products of a few rows with a packed weight: each weight is read once, as fast as memory gives it, and each number
+is the same, whatever rows it has beside it.
 
 Owns the kernel for weights in the layout that oneDNN packs them in: blocks of 64 columns, in which the numbers of one
 line lie together; of bfloat16 those of two lines, pair by pair. Source of the method: the register tiles of GotoBLAS
@@ -8,7 +9,6 @@ line lie together; of bfloat16 those of two lines, pair by pair. Source of the m
 from __future__ import annotations
 
 import ctypes
-import functools
 from enum import IntEnum
 
 from llvmlite import ir
@@ -24,7 +24,6 @@ BLOCK_COLUMNS = 64
 _NAME = "few_rows"
 _VECTORS = BLOCK_COLUMNS // LANES
 _TILE_ROWS = 6  # have as many vectors of sums as registers hold
-_MOST_UNROLLED = 4  # steps of one row
 _STEP_BYTES = BLOCK_COLUMNS * 4
 _AHEAD_BYTES = 1024  # of the weight, that are fetched before they are used
 
@@ -54,8 +53,8 @@ class FewRows:
     @staticmethod
     def fits(in_features: int, out_features: int, element_bytes: int) -> bool:
         """Whether there is a kernel for such weights on this processor."""
-        in_steps = in_features * element_bytes % (4 * _MOST_UNROLLED) == 0 and out_features % BLOCK_COLUMNS == 0
-        return in_steps and (element_bytes == 4 or has_feature("avx512bf16"))
+        whole = in_features * element_bytes % 4 == 0 and out_features % BLOCK_COLUMNS == 0
+        return whole and (element_bytes == 4 or has_feature("avx512bf16"))
 
     def __call__(self, x: Tensor, weight: Tensor, result: Tensor) -> None:
         """``result`` [num_rows, columns] becomes ``x`` [num_rows, num_lines] @ ``weight``, which lies in
@@ -97,26 +96,21 @@ class _Kernel:
 
     def _tile(self, num_rows: int, x: ir.Value, weight: ir.Value, result: ir.Value) -> None:
         e = self._e
-        # Few sums would wait for each other: several steps have sums of their own then.
-        unroll = {1: _MOST_UNROLLED, 2: _MOST_UNROLLED // 2}.get(num_rows, 1)
         rows = [e.add(x, e.builder.mul(e.const(row), e.argument(_Argument.X_STRIDE))) for row in range(num_rows)]
-        rounds = e.div(e.argument(_Argument.NUM_WORDS), unroll)
-        with e.loop(e.const(0), rounds, [e.floats(0.0)] * (num_rows * unroll * _VECTORS)) as (index, sums):
-            at = e.add(weight, e.times(index, unroll * _STEP_BYTES))
-            for step in range(unroll):
-                words = [
-                    self._words(e.offset(at, step * _STEP_BYTES + vector * 4 * LANES)) for vector in range(_VECTORS)
-                ]
-                for row in range(num_rows):
-                    factor = e.splat_word(e.add(rows[row], e.times(index, 4 * unroll), e.const(4 * step)))
-                    first = (step * num_rows + row) * _VECTORS
-                    for vector, word in enumerate(words):
-                        sums[first + vector] = e.multiply_words(factor, word, sums[first + vector])
-        for row in range(num_rows):
-            to = e.add(result, e.builder.mul(e.const(row), e.argument(_Argument.RESULT_STRIDE)))
+        with e.loop(e.const(0), e.argument(_Argument.NUM_WORDS), [e.floats(0.0)] * (num_rows * _VECTORS)) as (
+            index,
+            sums,
+        ):
+            at = e.add(weight, e.times(index, _STEP_BYTES))
+            words = [self._words(e.offset(at, vector * 4 * LANES)) for vector in range(_VECTORS)]
+            for number, row in enumerate(rows):
+                factor = e.splat_word(e.add(row, e.times(index, 4)))
+                for vector, word in enumerate(words, number * _VECTORS):
+                    sums[vector] = e.multiply_words(factor, word, sums[vector])
+        for number in range(num_rows):
+            to = e.add(result, e.builder.mul(e.const(number), e.argument(_Argument.RESULT_STRIDE)))
             for vector in range(_VECTORS):
-                parts = sums[row * _VECTORS + vector :: num_rows * _VECTORS]
-                e.store(functools.reduce(e.builder.fadd, parts), e.offset(to, vector * LANES * e.element_bytes))
+                e.store(sums[number * _VECTORS + vector], e.offset(to, vector * LANES * e.element_bytes))
 
     def _words(self, address: ir.Value) -> ir.Value:
         self._e.prefetch(self._e.offset(address, _AHEAD_BYTES))
