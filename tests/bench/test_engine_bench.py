@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tiny_models import make_tiny_model
 from anyengine.bench.contestants.protocol import make_prompts, tree_cpu_s
 from anyengine.bench.contestants.reading_weights import num_weights_read
 from anyengine.bench.engine import EngineBench, Measurement, as_json, measure, table_lines
+from anyengine.bench.line_driven import Contestant, ended_at_last
 
 
 def test_a_table_has_a_row_for_each_point_and_a_column_for_each_contestant() -> None:
@@ -78,3 +80,27 @@ def test_a_contestant_that_fails_is_named(tmp_path: Path) -> None:
     bench = EngineBench(model_dir=str(tmp_path), dtypes=("float32",), with_transformers=False, with_limit=False)
     with pytest.raises(RuntimeError, match="anyengine ended with 1"):
         measure(bench, io.StringIO())
+
+
+def test_what_rests_is_ended_with_all_that_it_has_started() -> None:
+    program = "sleep 1000 & echo {}; read line; echo '{}'; read line; true"
+    process = subprocess.Popen(
+        ["sh", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
+    )
+    with ended_at_last(process):
+        contestant = Contestant("sleeper", process)
+        contestant.rest()
+        contestant.go_on()
+        assert contestant.ask({}) == {}
+        contestant.rest()
+    assert process.returncode == 0, "it has come to its end"
+    while group_lives(process.pid):
+        os.sched_yield()  # until whoever inherits it has seen its end
+
+
+def group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True

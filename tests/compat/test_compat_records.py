@@ -27,9 +27,7 @@ def test_engine_arguments() -> None:
         model="m", dtype="float32", max_model_len=64, seed=3, enforce_eager=True, gpu_memory_utilization=0.5,
         tensor_parallel_size=1, tokenizer="m", enable_lora=False, quantization=None, data_parallel_size=2,
     )  # fmt: skip
-    assert (
-        args.engines() == [EmbeddedEngine(model="m", dtype="float32", max_model_len=64, seed=3, enforce_eager=True)] * 2
-    )
+    assert args.engines() == [EmbeddedEngine(model="m", dtype="float32", max_model_len=64, seed=3)] * 2
     assert (args.max_model_len, args.enforce_eager, args.model) == (64, True, "m")
     with pytest.raises(AttributeError, match="block_size"):
         _ = args.block_size
@@ -54,9 +52,7 @@ def test_engine_arguments() -> None:
     for own in ("--port", "--device", "--num-threads", "--profile-dir"):
         parser.add_argument(own)
     given = parser.parse_args(["--model", "m", "--max-num-seqs", "4", "--device", "mine", "--enforce-eager"])
-    assert AsyncEngineArgs.from_cli_args(given).engines() == [
-        EmbeddedEngine(model="m", max_num_seqs=4, enforce_eager=True)
-    ]
+    assert AsyncEngineArgs.from_cli_args(given).engines() == [EmbeddedEngine(model="m", max_num_seqs=4)]
     with pytest.raises(ValueError, match="stat_loggers"):
         AsyncLLM.from_engine_args(args, stat_loggers=[print])
     assert AsyncLLMEngine is AsyncLLM

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from foreign_frontend import ForeignFrontend, pack, request
-from tiny_models import advance, make_tiny_model, open_runner
+from tiny_models import VOCAB_SIZE, advance, make_tiny_model, open_runner
 
 from anyengine._wire import EngineCoreRequest, WireSamplingParams
 from anyengine.engine.core.validation import check_request
@@ -85,15 +85,15 @@ NUMBERS = [0.0, 1e-6, 1.1e-5, 5e-324, 0.5, 1.0, 2.0, -2.0, 3.4e38, 1e308, math.i
 CHOICES: dict[str, list[Any]] = {
     **dict.fromkeys(("temperature", "top_p", "min_p"), NUMBERS),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), NUMBERS),
-    "logit_bias": [{0: number, 299: -number} for number in NUMBERS],
-    "allowed_token_ids": [[], [1], [1, 1, 2], list(range(300))],
-    "top_k": [-1, 0, 1, 299, 300, 301, 2**62],
-    "logprobs": [-1, 0, 1, 300, 301, 2**62],
-    "prompt_logprobs": [-1, 0, 1, 300, 301, 2**62],
-    "logprob_token_ids": [[], [1], [1, 1, 2], [299] * 500],
+    "logit_bias": [{0: number, VOCAB_SIZE - 1: -number} for number in NUMBERS],
+    "allowed_token_ids": [[], [1], [1, 1, 2], list(range(VOCAB_SIZE))],
+    "top_k": [-1, 0, 1, VOCAB_SIZE - 1, VOCAB_SIZE, VOCAB_SIZE + 1, 2**62],
+    "logprobs": [-1, 0, 1, VOCAB_SIZE, VOCAB_SIZE + 1, 2**62],
+    "prompt_logprobs": [-1, 0, 1, VOCAB_SIZE, VOCAB_SIZE + 1, 2**62],
+    "logprob_token_ids": [[], [1], [1, 1, 2], [VOCAB_SIZE - 1] * 500],
     "seed": [0, -1, 2**63 - 1, -(2**63)],
     "min_tokens": [0, 1, 5],
-    "bad_words_token_ids": [[], [[1]], [[1, 2]], [[token] for token in range(300)]],
+    "bad_words_token_ids": [[], [[1]], [[1, 2]], [[token] for token in range(VOCAB_SIZE)]],
     "all_stop_token_ids": [{1, 2, -5, 10**9}],
     "stop_token_ids": [[], [1, -4, 2**40]],
     "eos_token_id": [0, -1, 2**40],
@@ -108,7 +108,7 @@ def test_no_sampling_parameters_fail_a_step(tmp_path: Path) -> None:
         names = rng.sample(list(CHOICES), rng.randrange(1, 7))
         sampling = WireSamplingParams(max_tokens=8, **{name: rng.choice(CHOICES[name]) for name in names})
         request_ = EngineCoreRequest("a", PROMPT, sampling_params=sampling)
-        if isinstance(check_request(request_, vocab_size=300, max_model_len=512), str):
+        if isinstance(check_request(request_, vocab_size=VOCAB_SIZE, max_model_len=512), str):
             continue
         seq = SequenceState(str(number), PROMPT, sampling)
         try:
@@ -118,6 +118,6 @@ def test_no_sampling_parameters_fail_a_step(tmp_path: Path) -> None:
         num_served += 1
         for _ in range(3):
             advance(runner, [seq])
-        assert all(0 <= token < 300 for token in seq.output_token_ids), sampling
+        assert all(0 <= token < VOCAB_SIZE for token in seq.output_token_ids), sampling
         runner.finish(seq.request_id)
     assert num_served > 40

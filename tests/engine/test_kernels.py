@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from anyengine.engine.runner.kernels.decode_attention import DecodeAttention, He
 from anyengine.engine.runner.kernels.elementwise import Gate, Norm, Rotation
 from anyengine.engine.runner.kernels.few_rows import BLOCK_COLUMNS, FewRows
 from anyengine.engine.runner.kernels.library import Kernels
-from anyengine.engine.runner.kernels.threads import can_run_on_threads
+from anyengine.engine.runner.kernels.threads import _parallel, can_run_on_threads
 from anyengine.engine.runner.paged_cache import BLOCK_TOKENS
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -124,13 +126,14 @@ def test_few_rows_are_multiplied_as_alone(num_rows: int, shape: tuple[int, int],
     torch.manual_seed(num_rows)
     kernel = FewRows(dtype.itemsize)
     weight, x = torch.randn(shape).to(dtype) / num_lines**0.5, torch.randn(num_rows, num_lines).to(dtype)
+    bias = torch.randn(num_columns).to(dtype)
     pair = 4 // dtype.itemsize
     packed = weight.view(-1, BLOCK_COLUMNS, num_lines // pair, pair).transpose(1, 2).contiguous()
     found, alone = torch.empty(num_rows, num_columns, dtype=dtype), torch.empty(1, num_columns, dtype=dtype)
-    kernel(x, packed, found)
-    close(found, x.double() @ weight.double().T, dtype)
+    kernel(x, packed, bias, found)
+    close(found, x.double() @ weight.double().T + bias.double(), dtype)
     for row in range(num_rows):
-        kernel(x[row : row + 1], packed, alone)
+        kernel(x[row : row + 1], packed, bias, alone)
         assert torch.equal(alone[0], found[row])
 
 
@@ -189,13 +192,13 @@ def test_a_kernel_may_run_in_several_threads_at_once() -> None:
     torch.manual_seed(0)
     weight = torch.randn(640, 64)
     packed = weight.view(-1, BLOCK_COLUMNS, 64, 1).transpose(1, 2).contiguous()
-    kernel, wrong = FewRows(4), []
+    kernel, bias, wrong = FewRows(4), torch.zeros(640), []
 
     def multiply(seed: int) -> None:
         source = torch.Generator().manual_seed(seed)
         for _ in range(50):
             x, found = torch.randn(9, 64, generator=source), torch.empty(9, 640)
-            kernel(x, packed, found)
+            kernel(x, packed, bias, found)
             if (found - x @ weight.T).abs().max() > 1e-3:
                 wrong.append(seed)
 
@@ -208,16 +211,30 @@ def test_a_kernel_may_run_in_several_threads_at_once() -> None:
 
 
 def test_a_kernel_is_made_once() -> None:
-    kernels = Kernels(4)
+    kernels = Kernels(torch.float32)
     assert kernels.gate(64) is kernels.gate(64) is not None
     assert kernels.decode_attention(4, 2, 32, None) is kernels.decode_attention(4, 2, 32, None)
     assert kernels.decode_attention(4, 2, 32, None) is not kernels.decode_attention(4, 2, 32, 30.0)
 
 
 def test_shapes_that_no_kernel_can_do_are_left_to_torch() -> None:
-    kernels = Kernels(4)
+    kernels = Kernels(torch.float32)
     assert kernels.gate(65) is kernels.norm(8, 1e-5) is kernels.rotation(4, 48) is None
     assert kernels.decode_attention(4, 2, 20, None) is kernels.few_rows(64, 100) is None
+    assert kernels.decode_attention(34, 2, 16, None) is None
+
+
+def test_kernels_run_on_the_threads_of_torch() -> None:
+    """A second pool would take the processors from the first."""
+    function = _parallel()
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.count("/")]
+    pools = {fields[-1] for fields in maps if "omp" in Path(fields[-1]).name}
+    (found,) = (
+        fields[-1] for fields in maps if int(fields[0].split("-")[0], 16) <= address < int(fields[0].split("-")[1], 16)
+    )
+    assert pools == {found}
 
 
 def test_what_has_no_kernels_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

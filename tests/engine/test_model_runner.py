@@ -29,6 +29,10 @@ from tiny_models import (
 from anyengine.config import EmbeddedEngine
 from anyengine.engine.interfaces import ModelRunner, ScheduledSequence
 from anyengine.engine.runner.fused import FusedForward
+from anyengine.engine.runner.kernels.decode_attention import DecodeAttention
+from anyengine.engine.runner.kernels.elementwise import Gate, Norm, Rotation
+from anyengine.engine.runner.kernels.few_rows import FewRows
+from anyengine.engine.runner.kernels.library import Kernels
 from anyengine.engine.runner.model_runner import create_runner
 
 MAX_TOKENS = 16
@@ -140,28 +144,78 @@ def test_a_lean_pass_that_differs_is_not_used(
     assert seq.output_token_ids == expected.output_token_ids
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
-@pytest.mark.parametrize("kernel", ["decode_attention.DecodeAttention", "few_rows.FewRows"])
+KERNELS = {"attention": DecodeAttention, "few rows": FewRows, "norm": Norm, "rotation": Rotation, "gate": Gate}
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, kernel: type) -> None:
+    """What ``kernel`` computes is larger by one from now on."""
+    compute = kernel.__call__
+
+    def spoiled(self: object, *arguments: Any) -> Any:
+        result = compute(self, *arguments)
+        changed = arguments[0] if kernel is Rotation else result
+        if changed is None:
+            changed = next(one for one in reversed(arguments) if isinstance(one, torch.Tensor))
+        changed += 1
+        return result
+
+    monkeypatch.setattr(kernel, "__call__", spoiled)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kernel"),
+    [*(("llama", kernel) for kernel in KERNELS), ("gemma2", "attention"), ("gemma2", "few rows")],
+)
 def test_kernels_that_compute_something_else_are_not_used(
     architecture: str, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model_dir = make_tiny_model(architecture, tmp_path / architecture)
     sound = open_runner(model_dir)
-    monkeypatch.setattr(f"anyengine.engine.runner.kernels.{kernel}.__call__", _spoil)
+    spoil(monkeypatch, KERNELS[kernel])
     runner = open_runner(model_dir)
-    assert runner._residency.forward.kernels is None is not sound._residency.forward.kernels  # type: ignore[attr-defined]
     assert "kernels for this processor do not agree with torch" in caplog.text
-    found = make_sequence("found", PROMPTS[0], max_tokens=4)
+    assert_torch_computes(runner, sound, monkeypatch)
+
+
+def assert_torch_computes(runner: ModelRunner, sound: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runner._residency.forward.kernels is None is not sound._residency.forward.kernels  # type: ignore[attr-defined]
+    found, expected = (make_sequence(name, PROMPTS[0], max_tokens=4) for name in ("found", "expected"))
     generate_staggered(runner, [found], batch_size=1)
     monkeypatch.undo()
-    expected = make_sequence("expected", PROMPTS[0], max_tokens=4)
     generate_staggered(sound, [expected], batch_size=1)
     assert found.output_token_ids == expected.output_token_ids
 
 
-def _spoil(_self: object, *tensors: Any) -> None:
-    """The last of the tensors is the result, of all kernels that have one."""
-    next(tensor for tensor in reversed(tensors) if isinstance(tensor, torch.Tensor)).fill_(0.5)
+@pytest.mark.parametrize("fails", ["check", "compile"])
+def test_a_compiler_that_fails_leaves_it_to_torch(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_dir = make_tiny_model("llama", tmp_path / "llama")
+    sound = open_runner(model_dir)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory may become executable")
+
+    package = "anyengine.engine.runner.kernels"
+    if fails == "check":
+        monkeypatch.setattr(f"{package}.compiler.check_compiler", fail)
+    else:
+        monkeypatch.setattr(f"{package}._kernels", Kernels)  # none that were made before
+        monkeypatch.setattr(f"{package}.decode_attention.compile_function", fail)
+    runner = open_runner(model_dir)
+    assert "no memory may become executable" in caplog.text
+    assert_torch_computes(runner, sound, monkeypatch)
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_any_of_torchs_ways_to_compute_attention_will_do(enforce_eager: bool, tmp_path: Path) -> None:
+    """What it finds lies in memory as that way has it."""
+    runner = open_runner(make_tiny_model("llama", tmp_path / "llama"), enforce_eager=enforce_eager)
+    expected, found = (make_sequence(name, PROMPTS[1], max_tokens=4) for name in ("expected", "found"))
+    generate_staggered(runner, [expected], batch_size=1, chunk_tokens=5)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        generate_staggered(runner, [found], batch_size=1, chunk_tokens=5)
+    assert found.output_token_ids == expected.output_token_ids
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
@@ -173,8 +227,8 @@ def test_no_kernels_are_compiled_if_that_is_asked_for(
     assert eager._residency.forward.kernels is None  # type: ignore[attr-defined]
     found, expected = (make_sequence(name, PROMPTS[1], max_tokens=6) for name in ("found", "expected"))
     generate_staggered(open_runner(model_dir), [expected], batch_size=1)
-    for kernel in ("decode_attention.DecodeAttention", "few_rows.FewRows"):
-        monkeypatch.setattr(f"anyengine.engine.runner.kernels.{kernel}.__call__", _spoil)
+    for kernel in KERNELS.values():
+        spoil(monkeypatch, kernel)
     generate_staggered(eager, [found], batch_size=1)
     assert found.output_token_ids == expected.output_token_ids
 

@@ -11,7 +11,7 @@ import pytest
 PICKLERS = {"cloudpickle", "dill", "joblib", "marshal", "multiprocessing", "pickle", "shelve"}
 BACKENDS = {"asyncio", "curio", "sniffio", "trio", "uvloop"}
 WAKE_UP_MODULE = "_client/session/wakeup.py"
-DRIVES_ASYNC_LLM = "bench/contestants/vllm_streaming.py"
+PROGRAMS_OF_USERS = {f"bench/contestants/{name}.py" for name in ("streaming", "vllm_streaming")}
 
 
 def imported_modules(source: str) -> Iterator[str]:
@@ -70,4 +70,4 @@ def test_no_loader_unpickles(package_root: Path) -> None:
 
 @pytest.mark.feature("L25")
 def test_one_module_knows_the_backends(package_root: Path) -> None:
-    assert importers(package_root, BACKENDS) <= {WAKE_UP_MODULE, DRIVES_ASYNC_LLM}
+    assert importers(package_root, BACKENDS) <= {WAKE_UP_MODULE, *PROGRAMS_OF_USERS}

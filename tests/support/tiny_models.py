@@ -19,7 +19,7 @@ from anyengine.engine.runner.model_runner import create_runner
 transformers.utils.logging.disable_progress_bar()
 tqdm.tqdm.monitor_interval = 0
 
-VOCAB_SIZE = 300
+VOCAB_SIZE = 320
 MAX_POSITIONS = 512
 
 _COMMON = {

@@ -124,7 +124,7 @@ def _started(name: str, arguments: Sequence[str]) -> Iterator[Contestant]:
     if name == "vllm":
         environment.pop("PYTHONPATH")
     process = subprocess.Popen(
-        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, process_group=0
     )
     with ended_at_last(process):
         yield Contestant(name, process)

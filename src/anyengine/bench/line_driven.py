@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 __all__ = ["Contestant", "ended_at_last"]
@@ -36,8 +36,8 @@ class Contestant:
         return self._read()
 
     def rest(self) -> None:
-        """Stop its processes until :meth:`go_on`: engines that wait for work in a loop take a processor from whose turn
-        it is. It leads a process group."""
+        """Stop its process group, which it leads, until :meth:`go_on`: engines that wait for work in a loop take a
+        processor from whose turn it is. (Our own engine is no member, and waits in peace.)"""
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -59,8 +59,7 @@ def ended_at_last(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[A
     try:
         yield process
     finally:
-        if process.poll() is None and os.getpgid(process.pid) == process.pid:
-            os.killpg(process.pid, signal.SIGCONT)  # it may rest
+        _signal(process, signal.SIGCONT)  # it may rest
         if process.stdin is None:
             process.terminate()
         else:
@@ -70,5 +69,13 @@ def ended_at_last(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[A
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        finally:
+            _signal(process, signal.SIGKILL)  # whoever it has left behind
         if process.stdout is not None:
             process.stdout.close()
+
+
+def _signal(process: subprocess.Popen[Any], number: signal.Signals) -> None:
+    """Tell the process group of ``process``, if it leads one."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)

@@ -22,7 +22,6 @@ _TAKEN: Final[dict[str, Any]] = {
     "max_num_batched_tokens": int,
     "kv_cache_memory_bytes": int,
     "enable_prefix_caching": None,
-    "enforce_eager": None,
     "seed": int,
 }
 """Handed on to the embedded engine by the same names; with the type of a value on the command line."""
@@ -34,7 +33,7 @@ _WITHOUT_EFFECT: Final = frozenset(
     {
         "aggregate_engine_logging", "async_scheduling", "block_size", "compilation_config", "disable_cascade_attn",
         "disable_custom_all_reduce", "disable_log_requests", "disable_log_stats", "enable_chunked_prefill",
-        "enable_log_requests", "gpu_memory_utilization", "max_cpu_loras", "max_lora_rank",
+        "enable_log_requests", "enforce_eager", "gpu_memory_utilization", "max_cpu_loras", "max_lora_rank",
         "max_parallel_loading_workers", "max_seq_len_to_capture", "optimization_level", "served_model_name",
         "swap_space", "trust_remote_code", "use_tqdm_on_load",
     }

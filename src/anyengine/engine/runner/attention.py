@@ -1,8 +1,8 @@
 """Attention over the blocks of the cache, for the tokens of many sequences in one pass.
 
-Owns what a step's tokens see and how it is computed: sequences with one new token together, in groups of similar
-length; prompts and chunks one by one, as their own length makes them large. Everything that does not depend on the
-layer is made once for a step. Must not know the model, sampling or the scheduler.
+Owns what a step's tokens see and how it is computed: sequences with one new token together, by a kernel or else in
+groups of similar length; prompts and chunks one by one, as their own length makes them large. Everything that does not
+depend on the layer is made once for a step. Must not know the model, sampling or the scheduler.
 """
 
 from __future__ import annotations

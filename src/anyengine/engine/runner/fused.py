@@ -87,7 +87,7 @@ class _Layer:
         if self.q_norm is not None and self.k_norm is not None:
             rotated[:, : self.num_heads] = self.q_norm(rotated[:, : self.num_heads])
             rotated[:, self.num_heads :] = self.k_norm(rotated[:, self.num_heads :])
-        if self._rotation is not None:
+        if self._rotation is not None and cos.shape[-1] == self.head_dim:
             self._rotation(rotated, cos, sin)
         else:
             turned = rotated.roll(self.head_dim // 2, -1).mul_(sin)
@@ -99,7 +99,7 @@ class _Layer:
             scale=self.scale,
             window_tokens=self.window_tokens,
         )
-        gate_up = self.gate_up(self.norm_2(x, self.o(found.view(num_tokens, -1))))
+        gate_up = self.gate_up(self.norm_2(x, self.o(found.reshape(num_tokens, -1))))
         if self._gate is not None:
             gated = self._gate(gate_up)
         else:
@@ -118,7 +118,9 @@ class _Norm:
         self._kernel: Norm | None = None
 
     def use(self, kernels: Kernels | None) -> None:
-        self._kernel = None if kernels is None else kernels.norm(len(self._weight), self._epsilon)
+        self._kernel = None
+        if kernels is not None and self._weight.dtype is kernels.dtype:
+            self._kernel = kernels.norm(len(self._weight), self._epsilon)
 
     def __call__(self, x: Tensor, more: Tensor | None = None) -> Tensor:
         """Of ``x + more``, which ``x`` becomes."""

@@ -24,7 +24,6 @@ __all__ = ["Linear", "LinearPart", "pack_linears"]
 
 _ROWS_HINT = 32
 _BLOCK = 64  # columns of the product that lie together in a packed weight
-_FEW = 128  # rows, of which the kernel is faster than oneDNN
 
 
 def _can_pack(weight: Tensor) -> bool:
@@ -66,6 +65,7 @@ class Linear(nn.Module):
         self._packed: Any = None
         self._blocks: Tensor | None = None
         self._few_rows: FewRows | None = None
+        self._most_rows = 0
         if _can_pack(weight):
             # What torch.compile uses for constant weights (its name is private, its schema has not changed since 2.0).
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)
@@ -79,20 +79,24 @@ class Linear(nn.Module):
 
     def use(self, kernels: Kernels | None) -> None:
         """Multiply few rows with a kernel, if there is one for this weight; ``None``: never."""
-        self._few_rows = None
-        if kernels is not None and self._blocks is not None:
+        self._few_rows, self._most_rows = None, 0
+        if kernels is not None and self._blocks is not None and self._blocks.dtype is kernels.dtype:
             self._few_rows = kernels.few_rows(self.in_features, self.out_features)
+            self._most_rows = kernels.most_rows(self.out_features)
+            self._some_bias = self._blocks.new_zeros(self.out_features) if self._bias is None else self._bias
 
     def forward(self, x: Tensor) -> Tensor:
         product: Tensor
         if self._packed is None:
             product = functional.linear(x, self._weight, self._bias)
-        elif self._few_rows is not None and self._blocks is not None and x.numel() <= _FEW * self.in_features:
+        elif (
+            self._few_rows is not None
+            and self._blocks is not None
+            and 0 < x.numel() <= self._most_rows * self.in_features
+        ):
             product = x.new_empty(*x.shape[:-1], self.out_features)
             rows = x.reshape(-1, self.in_features)
-            self._few_rows(rows.contiguous(), self._blocks, product.view(-1, self.out_features))
-            if self._bias is not None:
-                product += self._bias
+            self._few_rows(rows.contiguous(), self._blocks, self._some_bias, product.view(-1, self.out_features))
         else:
             product = self._linear(x, self._packed, self._bias, "none", [], "")
         return product if self.addition is None else self.addition(x, product)

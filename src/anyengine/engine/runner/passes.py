@@ -52,6 +52,7 @@ def load_weights(
         if _made_to_agree(fused, expected, loaded, kernels):
             return loaded, Weights(fused, fused.parts)
         _logger.warning("%s: our forward pass does not agree with transformers'; theirs is used", config.model)
+        del fused  # it has the weights
         loaded = load_model(resolved, config, report, update)
     parts = pack_linears(loaded.model)
     routed = _routed(loaded)
@@ -66,14 +67,20 @@ def _made_to_agree(
     """With ``kernels``, or without them."""
     # In bfloat16, transformers' own logits of SmolLM2 behind two tokens are a third off those in float32.
     tolerance = 1e-3 if loaded.like.dtype is torch.float32 else 0.2
-    for used in dict.fromkeys((kernels, None)):
-        forward.use(used)
-        found = _probe(forward, loaded)
-        if all((a - b).norm() <= tolerance * b.norm() for a, b in zip(found, expected, strict=True)):
-            return True
-        if used is not None:
+    if kernels is not None:
+        try:
+            forward.use(kernels)
+            if _agrees(_probe(forward, loaded), expected, tolerance):
+                return True
             _logger.warning("kernels for this processor do not agree with torch, and are not used")
-    return False
+        except Exception as exc:  # noqa: BLE001 - they are compiled here; torch can do without
+            _logger.warning("kernels cannot be compiled: %r", exc)
+    forward.use(None)
+    return _agrees(_probe(forward, loaded), expected, tolerance)
+
+
+def _agrees(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> bool:
+    return all(bool((a - b).norm() <= tolerance * b.norm()) for a, b in zip(found, expected, strict=True))
 
 
 def _routed(loaded: LoadedModel) -> RoutedForward | ClassifyingForward:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from anyengine.engine.runner.kernels.library import Kernels
 
 __all__ = ["DecodeRows", "load_kernels"]
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +38,22 @@ def load_kernels(like: torch.Tensor) -> Kernels | None:
         return None
     if importlib.util.find_spec("llvmlite") is None:
         return None
-    from anyengine.engine.runner.kernels.threads import can_run_on_threads
+    try:
+        from anyengine.engine.runner.kernels.compiler import check_compiler
+        from anyengine.engine.runner.kernels.threads import can_run_on_threads
 
-    return _kernels(like.element_size()) if can_run_on_threads() else None
+        check_compiler()
+        usable = can_run_on_threads()
+    except Exception as exc:  # noqa: BLE001 - whatever is wrong with the compiler, torch can do without
+        _logger.warning("no kernels are compiled: %r", exc)
+        return None
+    if not usable:
+        _logger.warning("no kernels are compiled: torch computes on other threads than those of OpenMP")
+    return _kernels(like.dtype) if usable else None
 
 
 @functools.cache
-def _kernels(element_bytes: int) -> Kernels:
+def _kernels(dtype: torch.dtype) -> Kernels:
     from anyengine.engine.runner.kernels.library import Kernels
 
-    return Kernels(element_bytes)
+    return Kernels(dtype)

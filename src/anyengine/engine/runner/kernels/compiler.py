@@ -12,7 +12,7 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-__all__ = ["Compiled", "compile_function", "has_feature"]
+__all__ = ["Compiled", "check_compiler", "compile_function", "has_feature"]
 
 
 class Compiled:
@@ -32,6 +32,11 @@ def compile_function(module: ir.Module, name: str) -> Compiled:
     """Optimise ``module`` for the processor we run on and load it."""
     with _one_at_a_time:
         return _compile(module, name)
+
+
+def check_compiler() -> None:
+    """Raises OSError: memory may not become executable here."""
+    llvm.check_jit_execution()
 
 
 def has_feature(name: str) -> bool:

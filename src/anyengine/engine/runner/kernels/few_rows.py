@@ -37,8 +37,9 @@ class _Argument(IntEnum):
     TILE_ROWS = 5
     WEIGHT = 6
     NUM_WORDS = 7  # of a row of x: numbers of float32, or pairs of bfloat16
-    RESULT = 8
-    RESULT_STRIDE = 9
+    BIAS = 8
+    RESULT = 9
+    RESULT_STRIDE = 10
 
 
 class FewRows:
@@ -56,8 +57,8 @@ class FewRows:
         whole = in_features * element_bytes % 4 == 0 and out_features % BLOCK_COLUMNS == 0
         return whole and (element_bytes == 4 or has_feature("avx512bf16"))
 
-    def __call__(self, x: Tensor, weight: Tensor, result: Tensor) -> None:
-        """``result`` [num_rows, columns] becomes ``x`` [num_rows, num_lines] @ ``weight``, which lies in
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor, result: Tensor) -> None:
+        """``result`` [num_rows, columns] becomes ``x`` [num_rows, num_lines] @ ``weight`` + ``bias``. The weight is
         [columns / 64, num_lines, 64], or, of bfloat16, [columns / 64, num_lines / 2, 64, 2]."""
         num_rows, num_lines = x.shape
         num_tiles = -(-num_rows // _TILE_ROWS)
@@ -70,6 +71,7 @@ class FewRows:
             -(-num_rows // num_tiles),
             weight.data_ptr(),
             num_lines * self._element_bytes // 4,
+            bias.data_ptr(),
             result.data_ptr(),
             result.stride(0) * self._element_bytes,
         )
@@ -87,17 +89,22 @@ class _Kernel:
         with e.items(_Argument.COUNTER, e.argument(_Argument.NUM_ITEMS)) as item:
             block_bytes = e.times(e.argument(_Argument.NUM_WORDS), _STEP_BYTES)
             weight = e.add(e.argument(_Argument.WEIGHT), e.builder.mul(item, block_bytes))
-            result = e.add(e.argument(_Argument.RESULT), e.times(item, BLOCK_COLUMNS * e.element_bytes))
+            columns = e.times(item, BLOCK_COLUMNS * e.element_bytes)
+            bias = e.add(e.argument(_Argument.BIAS), columns)
+            biases = [e.load(e.offset(bias, vector * LANES * e.element_bytes)) for vector in range(_VECTORS)]
+            result = e.add(e.argument(_Argument.RESULT), columns)
             with e.steps(e.argument(_Argument.NUM_ROWS), e.argument(_Argument.TILE_ROWS)) as (row, count):
                 x = e.row(_Argument.X, _Argument.X_STRIDE, row)
                 to = e.add(result, e.builder.mul(row, e.argument(_Argument.RESULT_STRIDE)))
                 for num_rows in e.cases(count, range(1, _TILE_ROWS + 1)):
-                    self._tile(num_rows, x, weight, to)
+                    self._tile(biases * num_rows, x, weight, to)
 
-    def _tile(self, num_rows: int, x: ir.Value, weight: ir.Value, result: ir.Value) -> None:
+    def _tile(self, start: list[ir.Value], x: ir.Value, weight: ir.Value, result: ir.Value) -> None:
+        """For as many rows as ``start`` has sums to start with."""
         e = self._e
+        num_rows = len(start) // _VECTORS
         rows = [e.add(x, e.builder.mul(e.const(row), e.argument(_Argument.X_STRIDE))) for row in range(num_rows)]
-        with e.loop(e.const(0), e.argument(_Argument.NUM_WORDS), [e.floats(0.0)] * (num_rows * _VECTORS)) as (
+        with e.loop(e.const(0), e.argument(_Argument.NUM_WORDS), start) as (
             index,
             sums,
         ):

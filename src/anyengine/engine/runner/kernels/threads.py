@@ -10,6 +10,8 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,15 +24,20 @@ __all__ = ["can_run_on_threads", "run_on_threads"]
 @functools.cache
 def _parallel() -> Callable[..., None] | None:
     """``GOMP_parallel(function, argument, num_threads, flags)``, or ``None``: torch computes in another way."""
-    if "OpenMP" not in torch.__config__.parallel_info():
+    if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
         return None
-    try:
-        function: Any = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW).GOMP_parallel
-    except (OSError, AttributeError):
+    function: Any = None
+    torch_cpu = str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
+    for library in (None, torch_cpu):  # where the linker has looked for it: among what is global, then beside torch
+        with suppress(OSError, AttributeError):
+            function = ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_NOW).GOMP_parallel
+            break
+    if function is None:
         return None
     function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     function.restype = None
-    return function  # type: ignore[no-any-return]
+    found: Callable[..., None] = function
+    return found
 
 
 def can_run_on_threads() -> bool:
