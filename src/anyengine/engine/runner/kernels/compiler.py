@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -21,7 +22,7 @@ class Compiled:
     def __init__(self, engine: Any, name: str) -> None:
         self._engine = engine
         self.address: int = engine.get_function_address(name)
-        self.call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+        self.call: Callable[..., None] = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
         """On the calling thread, without the GIL."""
 
 
