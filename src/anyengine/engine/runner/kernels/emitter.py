@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from llvmlite import ir
 
@@ -47,9 +48,9 @@ class Emitter:
     """Writes one function ``void name(int64_t *arguments)``. ``element_bytes``: 4 for float32, 2 for bfloat16."""
 
     def __init__(self, name: str, element_bytes: int) -> None:
-        self.module = ir.Module(name)
+        self.module: Any = ir.Module(name)
         function = ir.Function(self.module, ir.FunctionType(ir.VoidType(), [_POINTER]), name)
-        self.builder = ir.IRBuilder(function.append_basic_block("entry"))
+        self.builder: Any = ir.IRBuilder(function.append_basic_block("entry"))
         self.element_bytes = element_bytes
         self._function = function
         self._arguments = self.builder.ptrtoint(function.args[0], _I64)
