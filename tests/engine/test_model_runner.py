@@ -98,7 +98,7 @@ def test_greedy_ids_equal_generate(
 
 def test_the_family_of_llama_takes_the_lean_pass(tiny_model: Path, tiny_runner: ModelRunner) -> None:
     fused = isinstance(tiny_runner._residency.forward, FusedForward)  # type: ignore[attr-defined]  # two ways to one result
-    assert fused is (tiny_model.name in {"llama", "mistral", "qwen2", "qwen3"})
+    assert fused is (tiny_model.name in {"llama", "llama_wide", "mistral", "qwen2", "qwen3"})
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
@@ -164,7 +164,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, kernel: type) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "kernel"),
-    [*(("llama", kernel) for kernel in KERNELS), ("gemma2", "attention"), ("gemma2", "few rows")],
+    [*(("llama_wide", kernel) for kernel in KERNELS), ("gemma2", "attention"), ("gemma2", "few rows")],
 )
 def test_kernels_that_compute_something_else_are_not_used(
     architecture: str, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -190,7 +190,7 @@ def assert_torch_computes(runner: ModelRunner, sound: ModelRunner, monkeypatch: 
 def test_a_compiler_that_fails_leaves_it_to_torch(
     fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model_dir = make_tiny_model("llama", tmp_path / "llama")
+    model_dir = make_tiny_model("llama_wide", tmp_path / "llama")
     sound = open_runner(model_dir)
 
     def fail(*_: object) -> None:
@@ -210,7 +210,7 @@ def test_a_compiler_that_fails_leaves_it_to_torch(
 @pytest.mark.parametrize("enforce_eager", [True, False])
 def test_any_of_torchs_ways_to_compute_attention_will_do(enforce_eager: bool, tmp_path: Path) -> None:
     """What it finds lies in memory as that way has it."""
-    runner = open_runner(make_tiny_model("llama", tmp_path / "llama"), enforce_eager=enforce_eager)
+    runner = open_runner(make_tiny_model("llama_wide", tmp_path / "llama"), enforce_eager=enforce_eager)
     expected, found = (make_sequence(name, PROMPTS[1], max_tokens=4) for name in ("expected", "found"))
     generate_staggered(runner, [expected], batch_size=1, chunk_tokens=5)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):

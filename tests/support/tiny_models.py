@@ -19,7 +19,7 @@ from anyengine.engine.runner.model_runner import create_runner
 transformers.utils.logging.disable_progress_bar()
 tqdm.tqdm.monitor_interval = 0
 
-VOCAB_SIZE = 320
+VOCAB_SIZE = 300
 MAX_POSITIONS = 512
 
 _COMMON = {
@@ -36,8 +36,10 @@ _COMMON = {
 }
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
-    # The plain one; several sizes of it are in use as SmolLM. There is a kernel for each of its operations.
-    "llama": ("LlamaConfig", {"num_key_value_heads": 2, "head_dim": 32}),
+    # The plain one; several sizes of it are in use as SmolLM.
+    "llama": ("LlamaConfig", {"num_key_value_heads": 2}),
+    # The same, of a size that there are kernels for, whatever it computes.
+    "llama_wide": ("LlamaConfig", {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 320}),
     # Grouped keys and values, biases, no windows. Heads too small for kernels.
     "qwen2": ("Qwen2Config", {"num_key_value_heads": 2}),
     # Norms of queries and keys, head_dim unlike hidden_size / heads.
