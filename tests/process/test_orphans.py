@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 from pathlib import Path
 
 import anyio
@@ -9,6 +12,8 @@ import pytest
 from child_scripts import FORK, PATIENCE_S, Start, Transcript, wait_gone, watching
 
 from anyengine._owned_directories import OwnedDirectory
+from anyengine._process import child as child_module
+from anyengine._process.orphans import live_members
 
 pytestmark = [pytest.mark.anyio, pytest.mark.blocking_ok]  # looks at files from inside the loop
 
@@ -82,6 +87,42 @@ async def test_a_stubborn_orphan_is_killed_and_its_shared_memory_goes(start: Sta
     child.reap()
     await wait_gone(int(pid))
     assert not (Path("/dev/shm") / name).exists()
+
+
+@pytest.mark.feature("L05")
+@pytest.mark.parametrize("waits", ["in the loop", "when reaped"])
+async def test_a_resource_tracker_is_given_time_until_what_was_killed_has_ended(
+    start: Start, waits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel may need seconds for that: here, until somebody has looked often enough."""
+    monkeypatch.setattr(child_module, "_TRACKER_GRACE_S", 0.5)
+    monkeypatch.setattr(child_module, "_TEAR_DOWN_S", 0.05)
+    pending, looks = list[int](), itertools.count()
+
+    def take_note(group: int) -> list[int]:
+        pending.extend(member for member in live_members(group) if b"resource_tracker" not in command_line(member))
+        return list(pending)
+
+    def look(group: int) -> list[int]:
+        if next(looks) == 40:
+            for member in pending:
+                os.kill(member, signal.SIGKILL)
+        return live_members(group)
+
+    said = Transcript()
+    child, (name, pid) = await run_to_its_end(start, said, STUBBORN + SHARED + "fork(stubborn)", orphans_grace_s=0.2)
+    monkeypatch.setattr(child_module, "kill_all_but_trackers", take_note)
+    monkeypatch.setattr(child_module, "live_members", look)
+    if waits == "in the loop":
+        await child.wait_orphans(said.take_stderr)
+    child.reap()
+    await wait_gone(int(pid))
+    assert child.killed_orphans == [int(pid)]
+    assert not (Path("/dev/shm") / name).exists()
+
+
+def command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 async def test_a_scratch_directory_goes_last(start: Start, tmp_path: Path) -> None:

@@ -35,8 +35,12 @@ _logger = logging.getLogger("anyengine.engine")
 
 _STDERR_TAIL_LINES = 200
 _STDERR_TAIL_CHARS = 4096  # of each line: the tail is for a person to read
+_KILLED_LIMIT_S = (
+    10.0  # for the kernel, to end what was killed: milliseconds, unless it holds very much, or no turn comes
+)
 _TRACKER_GRACE_S = 1.0  # for a resource tracker, once those that it serves are gone
-_TEAR_DOWN_S = 1.0  # for the kernel, once a process has been killed; milliseconds, unless it holds very much
+_TEAR_DOWN_S = 1.0  # what nobody has awaited, or in vain, may hold up the loop for as long
+_LOOK_S = 0.02  # nothing tells when a process that is no child of ours ends
 _READ_BYTES = 16384
 _MAX_STDIN_BYTES = 60_000  # a pipe takes 64 KiB without blocking
 # A child that never ends its line must fill neither our memory nor our time. A status line is whole or useless; a log
@@ -149,11 +153,12 @@ class ChildProcess:
 
     async def wait_orphans(self, on_stderr_line: Callable[[str], None], limit_s: float = math.inf) -> None:
         """After :meth:`watch`, read on until nobody that the child started lives, or ``orphans_grace_s`` is over, or
-        ``limit_s``.
+        ``limit_s``; then kill them, and wait for the kernel to end them, as for those that :meth:`kill` has killed.
 
         Cancellation: :meth:`reap` waits instead.
         """
         if not self._orphans_grace_s:
+            await self._killed_ended()
             return
         stderr = self._stderr_pump(on_stderr_line)
         self._signal_group(signal.SIGTERM)
@@ -161,14 +166,27 @@ class ChildProcess:
             await stderr.run()
         if not stderr.ended.is_set():
             self.killed_orphans += kill_all_but_trackers(self.pid)
+            await self._killed_ended()
             with anyio.move_on_after(_TRACKER_GRACE_S):
                 await stderr.run()
         self._orphans_grace_s = 0.0
+
+    async def _killed_ended(self) -> None:
+        with anyio.move_on_after(_KILLED_LIMIT_S):
+            while self._still_ending():  # noqa: ASYNC110 - see _LOOK_S
+                await anyio.sleep(_LOOK_S)
+
+    def _still_ending(self) -> bool:
+        """Whether any of those that were killed holds on to what it had: a resource tracker waits for it."""
+        return bool(self.killed_orphans) and not set(self.killed_orphans).isdisjoint(live_members(self.pid))
 
     def _wait_orphans_blocking(self) -> None:
         self._signal_group(signal.SIGTERM)
         if not self._read_stderr_to_end(self._orphans_grace_s):
             self.killed_orphans += kill_all_but_trackers(self.pid)
+            deadline_s = time.monotonic() + _KILLED_LIMIT_S
+            while self._still_ending() and time.monotonic() < deadline_s:
+                time.sleep(_LOOK_S)
             self._read_stderr_to_end(_TRACKER_GRACE_S)
         self._orphans_grace_s = 0.0
 

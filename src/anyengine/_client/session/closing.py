@@ -29,7 +29,7 @@ __all__ = ["Closing", "EngineExit", "KilledProcess", "ShutdownReport"]
 _logger = logging.getLogger("anyengine.client")
 
 _STARTUP_GRACE_S = 0.5  # an engine that is still loading has nothing to finish
-_KILLED_LIMIT_S = 1.0  # what has been killed goes in a moment, unless the kernel holds it
+_KILLED_LIMIT_S = 10.0  # what has been killed goes in a moment, unless the kernel holds it
 _ORPHANS_GRACE_S = 0.5  # at least, for what a killed engine has left behind
 
 
@@ -73,7 +73,7 @@ class Closing:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._stopped: anyio.Event | None = None
-        self._limit_s = session.settings.shutdown_grace_s + _KILLED_LIMIT_S + 1.0
+        self._limit_s = session.settings.shutdown_grace_s + 2 * _KILLED_LIMIT_S + 2.0  # the engines, and what they left
         self._was_ready = False
         self._in_flight: int | None = None
         self._aborted = 0
@@ -169,7 +169,8 @@ class Closing:
 
     async def stop(self) -> None:
         """Tell everyone that the client is closed and stop the engines: SIGTERM, grace, SIGKILL; then see off what they
-        started. Takes at most ``shutdown_grace_s`` and 2 s.
+        started. Takes at most ``shutdown_grace_s`` and 2 s, and as long as the kernel needs to end what was killed (a
+        moment, as a rule; it is given 10 s for the engines, and 10 s for what they had started).
 
         Cancellation: shielded, and bounded.
         """
