@@ -63,3 +63,36 @@ async def test_greedy_ids(model_and_references: tuple[Path, list[Reference]], re
             if note := assert_agrees(f"{path.name} {name} prompt {i}", answers[i], reference):
                 record_property("too close to call", note)
                 print(note)
+
+
+@pytest.fixture
+def model_and_logprobs(tmp_path: Path) -> tuple[Path, list[int], torch.Tensor]:
+    """A model, a prompt, and the log-probabilities of the token behind each of its positions: [num_tokens, vocab]."""
+    path = make_tiny_model("qwen2", tmp_path / "model")
+    prompt = [rng.randrange(VOCAB_SIZE) for _ in range(40)]
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+    with torch.no_grad():
+        return path, prompt, model(input_ids=torch.tensor([prompt])).logits[0].log_softmax(dim=-1)
+
+
+@pytest.mark.anyio
+@pytest.mark.feature("R14")
+@pytest.mark.parametrize("anyio_backend", [BACKENDS["trio"]])
+async def test_named_ids_of_a_prompt_have_transformers_scores(
+    model_and_logprobs: tuple[Path, list[int], torch.Tensor],
+) -> None:
+    """Position by position from the start on, padding included, behind a prefix that is cached."""
+    path, prompt, expected = model_and_logprobs
+    start = 3
+    ids = [[token, -1, 7] for token in prompt[start + 1 :]]
+    params = SamplingParams(max_tokens=2, prompt_logprob_token_ids=ids, prompt_logprob_start=start)
+    with anyio.fail_after(120):
+        async with EngineClient(engine=EmbeddedEngine(model=str(path), num_threads=1)) as client:
+            await client.complete(prompt, SamplingParams(max_tokens=2))
+            out = await client.complete(prompt, params)
+    assert out.prompt_token_id_logprobs is not None
+    found = torch.tensor(out.prompt_token_id_logprobs.tolist())
+    expected = expected[start:-1]
+    assert found.shape == (len(prompt) - 1 - start, 3) and found[:, 1].eq(-torch.inf).all()
+    named = torch.stack((expected[range(len(ids)), prompt[start + 1 :]], expected[:, 7]), dim=-1)
+    torch.testing.assert_close(found[:, [0, 2]], named, atol=1e-4, rtol=1e-4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,12 +14,14 @@ from anyengine._wire import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
+    Tensor,
     WireRepetitionDetection,
     WireSamplingParams,
 )
 from anyengine.config import EmbeddedEngine
 from anyengine.engine.core.engine_core import EngineCore
 from anyengine.engine.core.stopping import Stop, check_stop
+from anyengine.engine.core.validation import check_request
 from anyengine.engine.interfaces import SampledToken, ScheduledSequence, SequenceState
 from anyengine.testing.toy_runner import ToyOptions, ToyRunner, create_runner, expected_tokens
 
@@ -349,6 +352,36 @@ def test_prompt_logprobs_that_would_fill_the_memory_are_refused(k: int, most: in
     (output,) = run(engine)
     assert output.error is not None
     assert output.error.message == f"prompt_logprobs={k} is too much for a prompt of 128 tokens: at most {most}"
+
+
+def int32(*rows: list[int]) -> Tensor:
+    return Tensor.from_array(np.array(rows, dtype=np.int32))
+
+
+@pytest.mark.feature("R14")
+@pytest.mark.parametrize(
+    ("start", "ids", "words"),
+    [
+        (1, None, "prompt_logprob_start=1 has nothing to start"),
+        (None, int32([1], [2]), "has 2 rows, and must have 3"),
+        (1, int32([1], [2], [3]), "has 3 rows, and must have 2"),
+        (-1, int32([1], [2], [3], [4]), "from prompt_logprob_start=-1 on"),
+        (10**12, int32([1]), f"must have {3 - 10**12}"),
+        (None, int32([1], [-2], [3]), "contains -2, which is outside the vocabulary of 1000 tokens"),
+        (None, int32([1], [1000], [3]), "contains 1000"),
+        (None, int32([], [], []), "must be int32"),
+        (None, Tensor.from_array(np.zeros(3, dtype=np.int32)), "of shape (3,)"),
+        (None, Tensor.from_array(np.zeros((3, 1), dtype=np.float32)), "is <f4"),
+        (None, Tensor("no such type", (3, 1), b"abc"), "is no such type"),
+    ],
+)
+def test_a_matrix_of_prompt_token_ids_that_does_not_fit_is_refused(
+    start: int | None, ids: Tensor | None, words: str
+) -> None:
+    sampling = WireSamplingParams(max_tokens=1, prompt_logprob_start=start, prompt_logprob_token_ids=ids)
+    request = EngineCoreRequest("a", [1, 2, 3, 4], sampling_params=sampling)
+    refusal = check_request(request, vocab_size=1000, max_model_len=100)
+    assert isinstance(refusal, str) and words in refusal
 
 
 def test_the_clients_of_a_request_that_left_are_told_apart() -> None:

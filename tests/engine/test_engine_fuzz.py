@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from pathlib import Path
 from typing import Any
 
 from foreign_frontend import ForeignFrontend, pack, request
 from tiny_models import VOCAB_SIZE, advance, make_tiny_model, open_runner
 
-from anyengine._wire import EngineCoreRequest, WireSamplingParams
+from anyengine._wire import EngineCoreRequest, Tensor, WireSamplingParams
 from anyengine.engine.core.validation import check_request
 from anyengine.engine.interfaces import SequenceState
 from anyengine.testing.toy_runner import expected_tokens
@@ -90,6 +91,13 @@ CHOICES: dict[str, list[Any]] = {
     "top_k": [-1, 0, 1, VOCAB_SIZE - 1, VOCAB_SIZE, VOCAB_SIZE + 1, 2**62],
     "logprobs": [-1, 0, 1, VOCAB_SIZE, VOCAB_SIZE + 1, 2**62],
     "prompt_logprobs": [-1, 0, 1, VOCAB_SIZE, VOCAB_SIZE + 1, 2**62],
+    "prompt_logprob_token_ids": [
+        Tensor("<i4", (rows, width), array("i", [value] * rows * width).tobytes())
+        for rows in (0, len(PROMPT) - 3, len(PROMPT) - 1)
+        for width in (0, 1, 40)
+        for value in (-2, -1, 0, VOCAB_SIZE)
+    ],
+    "prompt_logprob_start": [-1, 0, 2, len(PROMPT), 2**62],
     "logprob_token_ids": [[], [1], [1, 1, 2], [VOCAB_SIZE - 1] * 500],
     "seed": [0, -1, 2**63 - 1, -(2**63)],
     "min_tokens": [0, 1, 5],

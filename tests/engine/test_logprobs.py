@@ -3,8 +3,10 @@ company."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -40,7 +42,7 @@ def expected_logprobs(model: transformers.PreTrainedModel, tokens: list[int]) ->
 def unpacked(tensor: _wire.Tensor) -> torch.Tensor:
     dtypes = {"<i4": torch.int32, "<f4": torch.float32, "<i8": torch.int64, "int32": torch.int32}
     dtype = dtypes.get(tensor.dtype, torch.float32)
-    return torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
+    return torch.from_numpy(tensor.numpy().copy()).to(dtype)
 
 
 def step(runner: ModelRunner, *seqs: SequenceState, chunk_tokens: int = 10**6) -> list[SampledToken | None]:
@@ -131,6 +133,36 @@ def test_the_prompt(runner: ModelRunner, model: transformers.PreTrainedModel, ch
     (later,) = step(runner, seq)
     assert later is not None
     assert later.prompt_logprobs is None
+
+
+@pytest.mark.feature("R14")
+@pytest.mark.parametrize("chunk_tokens", [100, 4, 3, 1])
+@pytest.mark.parametrize("start", [None, 0, 2, 5, 6])
+@pytest.mark.parametrize("k", [None, 1])
+def test_named_ids_of_the_prompt(
+    runner: ModelRunner, model: transformers.PreTrainedModel, chunk_tokens: int, start: int | None, k: int | None
+) -> None:
+    """A row for each position that has a next token; what pads a row has no probability."""
+    num_rows = len(PROMPT) - 1 - (start or 0)
+    ids = np.random.default_rng(7).integers(-1, VOCAB_SIZE, (num_rows, 3), dtype=np.int32)
+    asked = {"prompt_logprob_token_ids": _wire.Tensor.from_array(ids), "prompt_logprob_start": start}
+    seq, mate = make_sequence("a", PROMPT, prompt_logprobs=k, **asked), make_sequence("b", PROMPT)
+    runner.start(seq)
+    runner.start(mate)
+    tokens = step(runner, seq, mate, chunk_tokens=chunk_tokens)
+    while tokens[0] is None:
+        tokens = step(runner, seq, mate, chunk_tokens=chunk_tokens)
+    assert tokens[1] is not None and tokens[1].prompt_token_id_logprobs is None
+    assert (tokens[0].prompt_logprobs is None) == (k is None)
+    scores = tokens[0].prompt_token_id_logprobs
+    assert scores is not None and scores.dtype == "float32"
+    # vLLM's definition, element by element: row i is about the token at start + i + 1.
+    expected = expected_logprobs(model, PROMPT)
+    rows = [
+        [float(expected[(start or 0) + row, id_]) if id_ >= 0 else -math.inf for id_ in ids[row]]
+        for row in range(num_rows)
+    ]
+    torch.testing.assert_close(unpacked(scores), torch.tensor(rows).reshape(num_rows, 3), atol=1e-4, rtol=1e-4)
 
 
 def test_a_prompt_of_one_token_has_none(runner: ModelRunner) -> None:

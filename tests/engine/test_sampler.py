@@ -201,7 +201,6 @@ def test_penalties_follow_the_definitions() -> None:
 @pytest.mark.parametrize(
     ("params", "named"),
     [
-        ({"prompt_logprob_start": 1}, "prompt_logprob_start"),
         ({"logprob_token_ids": [VOCAB_SIZE]}, "logprob_token_ids"),
         ({"thinking_token_budget": 0}, "thinking_token_budget"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids contains -1"),

@@ -74,7 +74,12 @@ class SequenceState:
     @property
     def skips_prefix_cache(self) -> bool:
         """Whether all of its tokens are computed, though they may be in the cache."""
-        return bool(self.sampling.skip_reading_prefix_cache) or self.sampling.prompt_logprobs is not None
+        return bool(self.sampling.skip_reading_prefix_cache) or self.scores_prompt
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are wanted, of the likeliest tokens or of chosen ones."""
+        return self.sampling.prompt_logprobs is not None or self.sampling.prompt_logprob_token_ids is not None
 
     def token_slice(self, start: int, end: int) -> list[int]:
         """Tokens ``start`` to ``end`` of prompt and output, without joining the two."""
@@ -99,6 +104,8 @@ class SampledToken(NamedTuple):
     logprobs: LogprobsLists | None = None
     prompt_logprobs: LogprobsTensors | None = None
     """With the first token only."""
+    prompt_token_id_logprobs: Tensor | None = None
+    """Of the ids of ``prompt_logprob_token_ids``, [num_rows, num_ids], float32. With the first token only."""
 
 
 class PooledPrompt(NamedTuple):

@@ -49,7 +49,7 @@ class ToyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     hang_on_load: bool = False
 
 
-_SCORES = ("logprobs", "prompt_logprobs", "logprob_token_ids")
+_SCORES = ("logprobs", "prompt_logprobs", "logprob_token_ids", "prompt_logprob_token_ids")
 
 
 def next_token(seed: int, tokens: Sequence[int], vocab_size: int) -> int:

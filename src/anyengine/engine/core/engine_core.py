@@ -340,6 +340,7 @@ class EngineCore:
         stop = check_stop(seq, self._runner.max_model_len)
         output = live.output([token.token_id], stop)
         output.new_logprobs, output.new_prompt_logprobs_tensors = token.logprobs, token.prompt_logprobs
+        output.prompt_token_id_logprobs = token.prompt_token_id_logprobs
         if live.events:
             output.events, live.events = live.events, []
         if len(seq.output_token_ids) == 1:

@@ -18,13 +18,13 @@ __all__ = ["check_request"]
 
 _UNSUPPORTED_REQUEST_FIELDS = ("mm_features", "prompt_embeds", "resumable")
 _UNSUPPORTED_SAMPLING_FIELDS = (
-    "prompt_logprob_token_ids",
     "thinking_token_budget",
     "trace_decode_token_ids",
 )
 _MAX_PROMPT_LOGPROBS_BYTES = 2**28
 """Of one request, ids and values together: a long prompt with the whole vocabulary for each token must not exhaust the
 memory that all share."""
+_INT_DTYPES = frozenset({"<i4", "int32", "<i8", "int64"})
 _SAMPLING_RANGES = {  # field: smallest, largest
     "temperature": (0.0, 2.0),
     "top_p": (math.ulp(0.0), 1.0),
@@ -69,6 +69,7 @@ def check_request(
         _sampling_refusal(sampling)
         or _prompt_refusal(prompt, vocab_size, max_model_len)
         or _prompt_logprobs_refusal(sampling.prompt_logprobs, len(prompt), vocab_size)
+        or _prompt_token_ids_refusal(sampling, len(prompt), vocab_size)
     )
     return refusal or (prompt, sampling)
 
@@ -122,4 +123,23 @@ def _prompt_logprobs_refusal(k: int | None, num_prompt_tokens: int, vocab_size: 
     if 8 * num_columns * num_prompt_tokens > _MAX_PROMPT_LOGPROBS_BYTES:
         most = max(0, _MAX_PROMPT_LOGPROBS_BYTES // (8 * num_prompt_tokens) - 1)
         return f"prompt_logprobs={k} is too much for a prompt of {num_prompt_tokens} tokens: at most {most}"
+    return None
+
+
+def _prompt_token_ids_refusal(sampling: WireSamplingParams, num_prompt_tokens: int, vocab_size: int) -> str | None:
+    name, ids, start = "prompt_logprob_token_ids", sampling.prompt_logprob_token_ids, sampling.prompt_logprob_start
+    if ids is None:
+        return None if start is None else f"prompt_logprob_start={start} has nothing to start: {name} is missing"
+    if ids.dtype not in _INT_DTYPES or len(ids.shape) != 2 or not ids.shape[1]:
+        return f"{name} is {ids.dtype} of shape {ids.shape}, and must be int32, [rows, ids per row]"
+    num_rows = num_prompt_tokens - 1 - (start or 0)
+    if ids.shape[0] != num_rows or not 0 <= (start or 0) < num_prompt_tokens:
+        return (
+            f"{name} has {ids.shape[0]} rows, and must have {num_rows}: one for each of the {num_prompt_tokens} tokens "
+            f"of the prompt that has a next one, from prompt_logprob_start={start or 0} on"
+        )
+    values = ids.values()
+    if values and not -1 <= min(values) <= max(values) < vocab_size:
+        culprit = next(value for value in values if not -1 <= value < vocab_size)
+        return f"{name} contains {culprit}, which is outside the vocabulary of {vocab_size} tokens (-1 pads)"
     return None

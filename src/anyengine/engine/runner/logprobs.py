@@ -7,8 +7,10 @@ Pure. Must not know the model or the cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from anyengine import _wire
 from anyengine._wire import LogprobsLists, LogprobsTensors
 from anyengine.engine.interfaces import SequenceState
 
-__all__ = ["PromptLogprobs", "sampled_logprobs"]
+__all__ = ["PromptScores", "sampled_logprobs"]
 
 _ROWS_AT_ONCE = 64  # of a prompt: each takes several copies of the vocabulary's size
 
@@ -43,33 +45,54 @@ def sampled_logprobs(
     return results
 
 
-class PromptLogprobs:
-    """Collects the log-probabilities of one prompt, chunk by chunk: of its tokens from the second one on."""
+class PromptScores:
+    """Collects the log-probabilities of one prompt, chunk by chunk: of its tokens from the second one on, beside the
+    likeliest ones; and of the ids that ``prompt_logprob_token_ids`` names for each position."""
 
     def __init__(self, seq: SequenceState) -> None:
+        sampling = seq.sampling
         self._prompt = seq.prompt_token_ids
-        self._k = seq.sampling.prompt_logprobs
-        self._chunks: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._k = sampling.prompt_logprobs
+        self._num_scored = 0
+        self._ranked: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._named: list[Tensor] = []  # [num_rows, num_ids], float32
+        self._start = sampling.prompt_logprob_start or 0
+        matrix = sampling.prompt_logprob_token_ids
+        self._ids = None if matrix is None else torch.from_numpy(matrix.numpy().astype(np.int64))
 
     def add(self, logits: Tensor, start: int) -> None:
         """``logits`` [num_tokens, vocab], float32, behind the prompt tokens from position ``start`` on. A preempted
         sequence computes some again."""
-        known = sum(len(columns) for columns, _, _ in self._chunks)
+        known = self._num_scored
         logits, start = logits[max(0, known - start) :], max(start, known)
         targets = self._prompt[start + 1 : start + 1 + len(logits)]
         for first in range(0, len(targets), _ROWS_AT_ONCE):
             chosen = torch.tensor(targets[first : first + _ROWS_AT_ONCE], device=logits.device)
             logprobs = logits[first : first + len(chosen)].log_softmax(dim=-1)  # [num_chosen, vocab]
-            self._chunks.append(_gather(logprobs, chosen, _likeliest(logprobs, self._k)))
+            if self._k is not None:
+                self._ranked.append(_gather(logprobs, chosen, _likeliest(logprobs, self._k)))
+            if self._ids is not None:
+                self._named.append(self._of_named(logprobs, start + first, self._ids))
+            self._num_scored += len(chosen)
 
-    def result(self) -> LogprobsTensors | None:
-        """All of them; ``None`` for a prompt of one token."""
-        if not self._chunks:
-            return None
-        columns, values, ranks = (torch.cat(parts) for parts in zip(*self._chunks, strict=True))
-        return LogprobsTensors(
-            _packed("int32", columns.int()), _packed("float32", values), _packed("int32", ranks.int())
-        )
+    def _of_named(self, logprobs: Tensor, position: int, ids: Tensor) -> Tensor:
+        """Of the positions from ``position`` on, those that have a row of ``ids``; -1 there has no probability."""
+        logprobs = logprobs[max(0, self._start - position) :]
+        first = max(position, self._start) - self._start
+        wanted = ids[first : first + len(logprobs)].to(logprobs.device)
+        return logprobs.gather(-1, wanted.clamp(min=0)).masked_fill_(wanted < 0, -math.inf).cpu()
+
+    def results(self) -> tuple[LogprobsTensors | None, _wire.Tensor | None]:
+        """All of them; ``None`` for what was not asked for, and for a prompt of one token."""
+        ranked = named = None
+        if self._ranked:
+            columns, values, ranks = (torch.cat(parts) for parts in zip(*self._ranked, strict=True))
+            ranked = LogprobsTensors(
+                _packed("int32", columns.int()), _packed("float32", values), _packed("int32", ranks.int())
+            )
+        if self._ids is not None:
+            named = _packed("float32", torch.cat([torch.empty((0, self._ids.shape[-1])), *self._named]))
+        return ranked, named
 
 
 def _wants_logprobs(seq: SequenceState) -> bool:

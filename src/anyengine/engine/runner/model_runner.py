@@ -36,7 +36,7 @@ try:
     from anyengine.engine.runner.attention import AttentionStep, Span
     from anyengine.engine.runner.constraints import Constraints
     from anyengine.engine.runner.loader import LoadedModel, WeightFiles
-    from anyengine.engine.runner.logprobs import PromptLogprobs, sampled_logprobs
+    from anyengine.engine.runner.logprobs import PromptScores, sampled_logprobs
     from anyengine.engine.runner.paged_cache import BLOCK_TOKENS, PagedCache, free_memory_bytes
     from anyengine.engine.runner.passes import load_weights
     from anyengine.engine.runner.pooling import classify, embed
@@ -153,7 +153,7 @@ class TransformersRunner:
         self.embedding_size: int = loaded.hidden_size
         self._problem_type = loaded.problem_type
         self._seeds: dict[str, int] = {}
-        self._prompt_logprobs: dict[str, PromptLogprobs] = {}  # of those who ask, until their prompt is complete
+        self._prompt_scores: dict[str, PromptScores] = {}  # of those who ask, until their prompt is complete
         self._unseeded = random.Random(seed)  # noqa: S311  # sampling noise, not a secret
 
     def start(self, seq: SequenceState) -> Future[None] | None:
@@ -164,14 +164,14 @@ class TransformersRunner:
         self._seeds[seq.request_id] = self._unseeded.getrandbits(64) if seed is None else seed
         if seq.lora_id is not None:
             self._adapters.use(seq.request_id, seq.lora_id)
-        if seq.sampling.prompt_logprobs is not None:
-            self._prompt_logprobs[seq.request_id] = PromptLogprobs(seq)
+        if seq.scores_prompt:
+            self._prompt_scores[seq.request_id] = PromptScores(seq)
         return None if seq.sampling.structured_outputs is None else self._constraints.start(seq)
 
     def finish(self, request_id: str) -> None:
         """Forget its sampler state."""
         self._seeds.pop(request_id, None)
-        self._prompt_logprobs.pop(request_id, None)
+        self._prompt_scores.pop(request_id, None)
         self._constraints.finish(request_id)
         self._adapters.finish(request_id)
 
@@ -262,7 +262,7 @@ class TransformersRunner:
         for span, item in zip(spans, items, strict=True):
             token_ids += item.seq.token_slice(span.start, span.end)
             ends.append(len(token_ids))
-        scored = [place for place, item in enumerate(items) if item.seq.request_id in self._prompt_logprobs]
+        scored = [place for place, item in enumerate(items) if item.seq.request_id in self._prompt_scores]
         rows = [ends[place] - 1 for place in sampling]
         for place in scored:
             rows += range(ends[place] - items[place].num_new_tokens, ends[place])
@@ -277,7 +277,7 @@ class TransformersRunner:
         first = len(sampling)
         for place in scored:
             seq, count = items[place].seq, items[place].num_new_tokens
-            self._prompt_logprobs[seq.request_id].add(logits[first : first + count], seq.num_computed_tokens)
+            self._prompt_scores[seq.request_id].add(logits[first : first + count], seq.num_computed_tokens)
             first += count
         return logits[: len(sampling)], hidden_states
 
@@ -291,11 +291,11 @@ class TransformersRunner:
         logprobs = sampled_logprobs(logits, seqs, token_ids)
         tokens: list[SampledToken | FailedSequence] = []
         for seq, token_id, of_token in zip(seqs, token_ids, logprobs, strict=True):
-            collector = self._prompt_logprobs.pop(seq.request_id, None)
+            collector = self._prompt_scores.pop(seq.request_id, None)
             if reason := self._constraints.accept(seq, token_id):
                 tokens.append(FailedSequence(reason))
                 continue
-            tokens.append(SampledToken(token_id, of_token, collector.result() if collector else None))
+            tokens.append(SampledToken(token_id, of_token, *(collector.results() if collector else ())))
         return tokens
 
     def close(self) -> None:

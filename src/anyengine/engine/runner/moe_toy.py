@@ -27,7 +27,7 @@ from anyengine.engine.interfaces import SampledToken, ScheduledSequence, Sequenc
 __all__ = ["MoEOptions", "MoERunner", "MoEWeights", "create_runner"]
 
 _VOCAB_SIZE, _HIDDEN, _NUM_EXPERTS, _NUM_SEEN = 64, 16, 4, 8
-_REFUSED = ("structured_outputs", "logprobs", "prompt_logprobs", "logprob_token_ids")
+_REFUSED = ("structured_outputs", "logprobs", "prompt_logprobs", "logprob_token_ids", "prompt_logprob_token_ids")
 
 
 class MoEOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -23,8 +23,6 @@ from anyengine.engine.interfaces import SequenceState
 __all__ = ["sample", "unsupported_sampling"]
 
 _UNSUPPORTED = (
-    "prompt_logprob_token_ids",
-    "prompt_logprob_start",
     "thinking_token_budget",
     "trace_decode_token_ids",
 )

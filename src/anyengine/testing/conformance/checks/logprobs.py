@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from array import array
 from typing import Any
 
 from anyengine._wire import Tensor
@@ -103,3 +104,31 @@ async def named_tokens(link: EngineLink) -> None:
         assert output.new_logprobs is not None
         for ids in rows(output.new_logprobs.logprob_token_ids):
             expect_that({4, 9} <= set(ids), "ids", expected="4 and 9 among them", got=ids)
+
+
+@check("LGP-07", "prompt_logprob_token_ids: a row for each position, padded ids without probability", "protocol.md §7")
+async def named_prompt_tokens(link: EngineLink) -> None:
+    if link.release < (0, 32, 0):
+        raise CheckSkipped("no such parameter in this release")
+    start = 1
+    ids = [[token, -1, PROMPT[0]] for token in PROMPT[start + 1 :]]
+    packed = array("i", [token for row in ids for token in row]).tobytes()
+    tracked = await _asked(
+        link,
+        "prompt_logprob_token_ids",
+        prompt_logprobs=0,
+        prompt_logprob_start=start,
+        prompt_logprob_token_ids=Tensor("<i4", (len(ids), 3), packed),
+        skip_reading_prefix_cache=True,
+    )
+    found = [part for output in tracked.outputs if (part := output.prompt_token_id_logprobs) is not None]
+    if not found:
+        raise CheckSkipped("this model runner knows no such scores")
+    expect("outputs with scores of named tokens", len(found), 1)
+    scores = rows(found[0])
+    expect("scores of padding", {row[1] for row in scores}, {float("-inf")})
+    ranked = [tensors for output in tracked.outputs if (tensors := output.new_prompt_logprobs_tensors) is not None]
+    own = [row[0] for row in rows(ranked[0].logprobs)][start:]
+    got = [row[0] for row in scores]
+    same = len(got) == len(own) and all(abs(a - b) < 1e-3 for a, b in zip(got, own, strict=True))
+    expect_that(same, "scores of the prompt's own tokens", expected=own, got=got)
