@@ -131,4 +131,4 @@ async def named_prompt_tokens(link: EngineLink) -> None:
     own = [row[0] for row in rows(ranked[0].logprobs)][start:]
     got = [row[0] for row in scores]
     same = len(got) == len(own) and all(abs(a - b) < 1e-3 for a, b in zip(got, own, strict=True))
-    expect_that(same, "scores of the prompt's own tokens", expected=own, got=got)
+    expect_that(same, "scores of the prompt's own tokens", expected=str(own), got=got)
