@@ -60,7 +60,8 @@ class EmbeddedEngine(_EmbeddedModel, frozen=True, kw_only=True):
     running batch; further requests wait in the engine. ``max_num_batched_tokens`` bounds the tokens, of prompts and
     answers together, computed in one step. ``kv_cache_memory_bytes`` is what keys and values may take (``None``: what
     the largest batch could need, at most a quarter of the free memory of a CPU, or most of a GPU's);
-    ``enforce_eager``: compute with torch's operations alone, instead of compiling kernels for the processor.
+    ``enforce_eager``: compute with torch's operations alone, one by one: no kernels are compiled for the processor, no
+    CUDA graphs are recorded.
     ``enable_prefix_caching`` lets requests use again what others have computed of the same beginning. ``max_loras``
     LoRA adapters (PEFT's format) are kept loaded at most; 0: requests with an adapter are refused. ``max_logprobs``
     is how many log-probabilities a request may ask for at each position; -1: the whole vocabulary. ``profile_dir`` is

@@ -179,6 +179,11 @@ class Adapters:
     def finish(self, request_id: str) -> None:
         self._used.pop(request_id, None)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the next pass has no rows of any adapter."""
+        return not self._rows.groups
+
     def place(self, items: Sequence[ScheduledSequence], ends: Sequence[int]) -> None:
         """Whose rows the next pass has: those of each of ``items`` end before the row in ``ends``."""
         if not self._used:

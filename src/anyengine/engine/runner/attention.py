@@ -23,7 +23,7 @@ from anyengine.engine.runner.paged_cache import BLOCK_TOKENS, PagedCache
 if TYPE_CHECKING:
     from anyengine.engine.runner.kernels.library import Kernels
 
-__all__ = ["AttentionStep", "Span"]
+__all__ = ["AttentionStep", "Span", "attend_single"]
 
 _SPLIT_TOKENS = 512
 """So many tokens of padding cost as much as another group."""
@@ -121,7 +121,7 @@ class AttentionStep:
             for group in self._groups_for(window_tokens):
                 q = queries[group.first : group.first + group.count] * scale
                 keys, values = self._read(layer, group.block_ids, num_kv_heads)
-                found.append(_attend_single(q, keys, values, group.mask, softcap))
+                found.append(attend_single(q, keys, values, group.mask, softcap))
         for chunk in self._chunks_for(window_tokens):
             rows_ = slice(chunk.first, chunk.first + chunk.count)
             if chunk.block_ids is None:
@@ -238,7 +238,7 @@ def _seen_blocks(span: Span, window_tokens: int | None) -> range:
     return range(first, -(-span.end // BLOCK_TOKENS))
 
 
-def _attend_single(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, softcap: float | None) -> Tensor:
+def attend_single(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, softcap: float | None) -> Tensor:
     """One query for each of ``count`` sequences: [count, num_heads, head_dim], already scaled.
 
     The heads that share keys are the rows of one product, which reads the keys once. On a CPU two products are faster

@@ -15,17 +15,36 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from anyengine.engine.runner.attention import AttentionStep
 from anyengine.engine.runner.linear import Linear
 from anyengine.engine.runner.paged_cache import LayerShape
 
 if TYPE_CHECKING:
     from anyengine.engine.runner.kernels.library import Kernels
 
-__all__ = ["ClassifyingForward", "ForwardPass", "RoutedForward", "attention_windows", "learn_layers"]
+__all__ = ["Attention", "ClassifyingForward", "ForwardPass", "RoutedForward", "attention_windows", "learn_layers"]
 
 _NAME = "anyengine_paged"
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # as transformers names them
+
+
+class Attention(Protocol):
+    """What the tokens of a step see."""
+
+    positions: Tensor
+    """[num_tokens]"""
+
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys_values: Tensor,
+        *,
+        scale: float,
+        window_tokens: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Store the new keys and values [num_tokens, 2, num_kv_heads, head_dim]; what ``queries`` [num_tokens,
+        num_heads, head_dim] find: [num_tokens, num_heads, head_dim]."""
 
 
 class ForwardPass(Protocol):
@@ -38,7 +57,7 @@ class ForwardPass(Protocol):
         """Compute with ``kernels`` as far as they can; ``None``: with torch alone."""
 
     def __call__(
-        self, input_ids: Tensor, step: AttentionStep, rows: Tensor, pooled_rows: Tensor | None = None
+        self, input_ids: Tensor, step: Attention, rows: Tensor, pooled_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """The logits [num_rows, vocab], float32, behind those of ``input_ids`` [num_tokens] that ``rows`` names; and
         the last hidden states [num_pooled, hidden], float32, at ``pooled_rows`` (of a model that classifies: the scores
@@ -53,7 +72,7 @@ class _Router:
     def __init__(self, layer: int, window_tokens: int | None) -> None:
         self.layer = layer
         self.window_tokens = window_tokens
-        self.step: AttentionStep | None = None
+        self.step: Attention | None = None
         self.seen: LayerShape | None = None
 
 
@@ -157,7 +176,7 @@ class RoutedForward(_OfTransformers):
         self._routers = _routers_of(model)
 
     def __call__(
-        self, input_ids: Tensor, step: AttentionStep, rows: Tensor, pooled_rows: Tensor | None = None
+        self, input_ids: Tensor, step: Attention, rows: Tensor, pooled_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         for router in self._routers:
             router.step = step
@@ -183,7 +202,7 @@ class ClassifyingForward(_OfTransformers):
         self._routers = _routers_of(model)
 
     def __call__(
-        self, input_ids: Tensor, step: AttentionStep, rows: Tensor, pooled_rows: Tensor | None = None
+        self, input_ids: Tensor, step: Attention, rows: Tensor, pooled_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         for router in self._routers:
             router.step = step

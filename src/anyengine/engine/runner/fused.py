@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from anyengine.engine.runner.attention import AttentionStep
+from anyengine.engine.runner.forward import Attention
 from anyengine.engine.runner.linear import Linear, LinearPart
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class _Layer:
             first += len(weight)
         return joined
 
-    def __call__(self, x: Tensor, more: Tensor | None, cos: Tensor, sin: Tensor, step: AttentionStep) -> Tensor:
+    def __call__(self, x: Tensor, more: Tensor | None, cos: Tensor, sin: Tensor, step: Attention) -> Tensor:
         """``x`` [num_tokens, hidden] becomes the sum of ``x``, ``more`` and what attention finds. What the rest of the
         layer adds is the result: the next norm does it."""
         num_tokens = len(x)
@@ -162,7 +162,7 @@ class FusedForward:
             layer.use(kernels)
 
     def __call__(
-        self, input_ids: Tensor, step: AttentionStep, rows: Tensor, pooled_rows: Tensor | None = None
+        self, input_ids: Tensor, step: Attention, rows: Tensor, pooled_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         x = functional.embedding(input_ids, self._embedding)  # [num_tokens, hidden]
         cos, sin = self._rotary(x, step.positions[None])

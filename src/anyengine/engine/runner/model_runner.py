@@ -35,6 +35,7 @@ try:
     from anyengine.engine.runner.adapters import Adapters
     from anyengine.engine.runner.attention import AttentionStep, Span
     from anyengine.engine.runner.constraints import Constraints
+    from anyengine.engine.runner.decode_graphs import DecodeGraphs, recorders_for
     from anyengine.engine.runner.loader import LoadedModel, WeightFiles
     from anyengine.engine.runner.logprobs import PromptScores, sampled_logprobs
     from anyengine.engine.runner.paged_cache import BLOCK_TOKENS, PagedCache, free_memory_bytes
@@ -67,6 +68,7 @@ def create_runner(config: EmbeddedEngine, report: Callable[[Status], None]) -> M
     with torch.inference_mode():
         loaded, weights = load_weights(resolved, config, report)
         max_model_len, num_blocks = _sizes(loaded, config)
+        new_recorder = recorders_for(loaded.like.device)
         adapters = Adapters(weights.parts, config.max_loras, loaded.like)
         residency = Residency(
             weights,
@@ -75,6 +77,7 @@ def create_runner(config: EmbeddedEngine, report: Callable[[Status], None]) -> M
             layers=loaded.layers,
             num_blocks=num_blocks,
             like=loaded.like,
+            graphs=None if config.enforce_eager or new_recorder is None else DecodeGraphs(new_recorder),
         )
     return TransformersRunner(
         residency,
@@ -267,7 +270,12 @@ class TransformersRunner:
         for place in scored:
             rows += range(ends[place] - items[place].num_new_tokens, ends[place])
         self._adapters.place(items, ends)
-        forward = self._residency.forward
+        forward, graphs = self._residency.forward, self._residency.graphs
+        # Each item has one token then, and its logits are wanted.
+        if graphs is not None and len(sampling) == len(token_ids) and not scored and self._adapters.is_idle:
+            recorded = graphs.logits(forward, self._residency.cache, token_ids, spans)
+            if recorded is not None:
+                return recorded, None
         logits, hidden_states = forward(
             self._indices(token_ids),
             AttentionStep(self._residency.cache, spans, self._dtype, self._device, forward.kernels),

@@ -55,16 +55,20 @@ class PagedCache:
         memory = self._layers[layer]
         memory.view(-1, memory.shape[-1]).index_copy_(0, rows, keys_values.reshape(-1, memory.shape[-1]))
 
-    def read(self, layer: int, rows: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
+    def read(self, layer: int, rows: Tensor, num_seqs: int, *, reuse: bool = True) -> tuple[Tensor, Tensor]:
         """Keys and values at ``rows`` of :meth:`read_rows`, [num_seqs, num_kv_heads, num_tokens, head_dim] each. They
-        are good until the next call."""
+        are good until the next call, unless they have memory of their own (``reuse=False``)."""
         memory = self._layers[layer]
         _, _, num_kv_heads, _, head_dim = memory.shape
         row_size = BLOCK_TOKENS * head_dim
         size = len(rows) * row_size
-        if self._scratch.numel() < size:  # one buffer for all layers and steps: fresh memory costs more than copying
-            self._scratch = memory.new_empty(2 * size)
-        buffer = self._scratch[:size].view(-1, row_size)
+        if not reuse:
+            scratch = memory.new_empty(size)
+        elif self._scratch.numel() < size:  # one for all layers and steps: fresh memory costs more than copying
+            scratch = self._scratch = memory.new_empty(2 * size)
+        else:
+            scratch = self._scratch
+        buffer = scratch[:size].view(-1, row_size)
         torch.index_select(memory.view(-1, row_size), 0, rows, out=buffer)
         both = buffer.view(2, num_seqs, num_kv_heads, -1, head_dim)
         return both[0], both[1]

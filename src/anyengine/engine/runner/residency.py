@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from anyengine.engine.runner.adapters import Adapters
+from anyengine.engine.runner.decode_graphs import DecodeGraphs
 from anyengine.engine.runner.forward import ForwardPass
 from anyengine.engine.runner.linear import LinearPart
 from anyengine.engine.runner.paged_cache import LayerShape, PagedCache
@@ -46,13 +47,16 @@ class Residency:
         layers: Sequence[LayerShape],
         num_blocks: int,
         like: Tensor,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
+        self.graphs: DecodeGraphs | None = graphs
+        """Recordings of steps with the present weights and cache. These leave the last block to it."""
         self._forward: ForwardPass | None = weights.forward
         self._load = load
         self._path: Path | None = None
         """Where the present weights are; ``None``: where the model was first loaded from."""
         self._adapters = adapters
-        self._new_cache = partial(PagedCache, layers, num_blocks, like)
+        self._new_cache = partial(PagedCache, layers, num_blocks + (graphs is not None), like)
         self._cache: PagedCache | None = self._new_cache()
         self._device = like.device
 
@@ -81,6 +85,7 @@ class Residency:
 
     def release_cache(self) -> None:
         """Give the memory of keys and values back."""
+        self._forget_recordings()
         if self._cache is not None:
             self._cache.close()
             self._cache = None
@@ -117,8 +122,13 @@ class Residency:
         self._forward = None
 
     def _take(self, weights: Weights) -> None:
+        self._forget_recordings()
         self._forward = weights.forward
         self._adapters.bind(weights.parts)
+
+    def _forget_recordings(self) -> None:
+        if self.graphs is not None:
+            self.graphs.clear()
 
     def _collect(self) -> None:
         gc.collect()  # modules refer to each other
