@@ -45,16 +45,17 @@ class Parker(Protocol):
 
 
 class _AsyncioParker:
-    __slots__ = ("_future", "_loop", "_running_loop")
+    __slots__ = ("_future", "_loop", "_thread_id")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._running_loop = sys.modules["asyncio"]._get_running_loop  # None, not an error, where there is none
+        self._thread_id = get_ident()
         self._future: asyncio.Future[None] | None = None
 
     def park(self) -> asyncio.Future[None]:
         loop = self._loop
-        if self._running_loop() is not loop:  # every thread has its own
+        # Which loop runs here is not asked for: asyncio's answer takes a system call (its process may have forked).
+        if get_ident() != self._thread_id or not loop.is_running():
             raise WrongLoopError(_ANOTHER_LOOP)
         # That nobody waits for it any more is seen by its being done: a cancelled one is.
         future: asyncio.Future[None] = loop.create_future()
