@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import anyengine
+
 VERIFY = ["--verifytypes", "anyengine", "--ignoreexternal", "--outputjson"]
 
 
@@ -35,3 +37,19 @@ def test_public_types_are_complete() -> None:
     ]
     assert not found, "\n".join(found)
     assert report["completenessScore"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.feature("L34")
+@pytest.mark.parametrize("checker", [["pyright"], ["mypy", "--strict", "--no-incremental"]], ids=["pyright", "mypy"])
+def test_a_users_program_is_understood(checker: list[str]) -> None:
+    program = Path(__file__).with_name("public_use.py")
+    environment = {**os.environ, "MYPYPATH": str(Path(anyengine.__file__).parents[1])}
+    if checker == ["pyright"]:
+        checker = ["pyright", "--pythonpath", sys.executable]
+        environment["PYTHONPATH"] = environment["MYPYPATH"]
+    done = subprocess.run(
+        [sys.executable, "-m", *checker, str(program)],
+        env=environment, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Literal, TypeAlias, Unpack
+from typing import Any, Literal, TypeAlias, Unpack, overload
 
 from anyengine._rules import a_type, instance
-from anyengine.exceptions import EngineAsleepError, RequestRejected
+from anyengine.exceptions import EngineAsleepError, EngineError, RequestRejected
 from anyengine.outputs import RequestOutput
 from anyengine.params import BeamSearchParams, SamplingParams
 
@@ -18,7 +18,7 @@ from .beam_search import search_beams
 from .core_client import EngineCoreClient
 from .engines.fences import Patience
 from .inputs.prompts import Prompt
-from .inputs.request_fields import RequestFields, check_field_names
+from .inputs.request_fields import GroupOptions, RequestFields, check_field_names
 from .requests.deadlines import time_limits
 from .requests.desk import RequestDesk
 from .requests.many import RequestGroup
@@ -39,6 +39,24 @@ class RequestControl:
     def _entered_desk(self) -> RequestDesk:
         raise NotImplementedError
 
+    @overload
+    def generate_many(
+        self,
+        prompts: Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[GroupOptions],
+    ) -> RequestGroup[RequestOutput]: ...
+    @overload
+    def generate_many(
+        self,
+        prompts: Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_error: Literal["raise", "collect"],
+        **options: Unpack[GroupOptions],
+    ) -> RequestGroup[RequestOutput | EngineError]: ...
     def generate_many(
         self,
         prompts: Iterable[Prompt],
@@ -52,7 +70,7 @@ class RequestControl:
         first_token_timeout_s: float | None = None,
         inter_token_timeout_s: float | None = None,
         **fields: Unpack[RequestFields],
-    ) -> RequestGroup:
+    ) -> RequestGroup[Any]:
         """One answer for each of ``prompts``: iterate over pairs of the prompt's index and its whole output. Inert, as
         :meth:`generate` is.
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Concatenate, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, overload
 
 from anyengine._client.client import EngineClient
 from anyengine._client.engines.model_info import ModelInfo
+from anyengine._client.inputs.prompts import Prompt
+from anyengine._client.inputs.request_fields import GroupOptions
 from anyengine._client.reporting import StatisticsSink
 from anyengine._client.request_control import RequestName
 from anyengine._client.requests.stream import RequestStream
@@ -23,10 +25,12 @@ from anyengine._setting_rules import check_flag
 from anyengine._text import Tokenizer
 from anyengine.config import EngineSettings
 from anyengine.exceptions import ClientClosedError, EngineError
+from anyengine.outputs import RequestOutput
 from anyengine.params import LoRARequest, SamplingParams
 from anyengine.policies import RestartPolicy, RetryPolicy
 
 from .client_thread import Backend, ClientThread
+from .groups import SyncRequestGroup
 from .methods import blocking, calling, conversing, following, gathering, streaming, submitting
 from .operations import SyncEngineOperations
 from .streams import SyncRequestStream
@@ -154,7 +158,25 @@ class SyncEngineClient(SyncEngineOperations):
     def complete(self) -> None:
         """The whole answer to a prompt; see :meth:`EngineClient.complete`."""
 
-    @gathering(EngineClient.generate_many)
+    @overload
+    def generate_many(
+        self,
+        prompts: Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[GroupOptions],
+    ) -> SyncRequestGroup[RequestOutput]: ...
+    @overload
+    def generate_many(
+        self,
+        prompts: Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_error: Literal["raise", "collect"],
+        **options: Unpack[GroupOptions],
+    ) -> SyncRequestGroup[RequestOutput | EngineError]: ...
+    @gathering(EngineClient.generate_many)  # type: ignore[misc] # of several signatures it hands on the first alone
     def generate_many(self) -> None:
         """One answer for each prompt, as they are ready or in order; see :meth:`EngineClient.generate_many`."""
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Generic, Self
 
 import anyio
 
 from anyengine._client.inputs.prompts import Prompt
 from anyengine._client.requests.input_session import InputSession, StreamingInput
-from anyengine._client.requests.many import RequestGroup
+from anyengine._client.requests.many import Answer, RequestGroup
 from anyengine._client.session.events import ClientEvents
 from anyengine._protocol import ClientEvent
-from anyengine.exceptions import ClientClosedError, EngineError
+from anyengine.exceptions import ClientClosedError
 from anyengine.outputs import RequestOutput
 from anyengine.params import SamplingParams
 
@@ -26,7 +26,7 @@ from .client_thread import ClientThread
 __all__ = ["SyncClientEvents", "SyncInputSession", "SyncRequestGroup"]
 
 
-class SyncRequestGroup:
+class SyncRequestGroup(Generic[Answer]):
     """Pairs of a prompt's index and its output: an iterator, and a context manager. See :class:`RequestGroup`.
 
     One crossing of threads for each answer. Leaving it aborts what has not ended, as for :class:`SyncRequestStream`.
@@ -34,7 +34,7 @@ class SyncRequestGroup:
 
     _over = True
 
-    def __init__(self, thread: ClientThread, group: RequestGroup) -> None:
+    def __init__(self, thread: ClientThread, group: RequestGroup[Answer]) -> None:
         self._thread = thread
         self._group = group
         self._started = False
@@ -75,7 +75,7 @@ class SyncRequestGroup:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> tuple[int, RequestOutput | EngineError]:
+    def __next__(self) -> tuple[int, Answer]:
         """The next pair.
 
         Raises: see :meth:`RequestGroup.__anext__`, with ``StopIteration`` at the end.

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from anyengine._client.client import EngineClient
 from anyengine._client.requests.input_session import InputSession
-from anyengine._client.requests.many import RequestGroup
+from anyengine._client.requests.many import Answer, RequestGroup
 from anyengine._client.requests.stream import RequestStream
 from anyengine._client.session.events import ClientEvents
 
@@ -78,7 +78,7 @@ def submitting(method: Method[P, Awaitable[RequestStream]]) -> Twin[F, P, SyncRe
     return _twin(method, lambda thread, bound: SyncRequestStream(thread, thread.call(bound), started=True))
 
 
-def gathering(method: Method[P, RequestGroup]) -> Twin[F, P, SyncRequestGroup]:
+def gathering(method: Method[P, RequestGroup[Answer]]) -> Twin[F, P, SyncRequestGroup[Answer]]:
     """``method``, which is inert, and its group for threads."""
     return _twin(method, lambda thread, bound: SyncRequestGroup(thread, bound()))
 

@@ -15,7 +15,7 @@ from anyengine._wire import KvHintsEnvelope, MultiModalFeatureSpec
 from anyengine.exceptions import RequestRejected
 from anyengine.params import LoRARequest
 
-__all__ = ["GenerateOptions", "RequestFields", "check_field_names", "check_fields"]
+__all__ = ["GenerateOptions", "GroupOptions", "RequestFields", "check_field_names", "check_fields"]
 
 
 class RequestFields(TypedDict, total=False):
@@ -56,6 +56,17 @@ class GenerateOptions(RequestFields, total=False):
     first_token_timeout_s: float | None
     inter_token_timeout_s: float | None
     nowait: bool
+
+
+class GroupOptions(RequestFields, total=False):
+    """The keyword arguments of ``generate_many``, but for ``on_error``, which decides what it gives."""
+
+    ordered: bool
+    concurrency: int | None
+    request_id: str | None
+    timeout_s: float | None
+    first_token_timeout_s: float | None
+    inter_token_timeout_s: float | None
 
 
 def _check_header(name: str, key: Any, value: Any) -> None:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Generic, Literal, Self, TypeVar, cast
 
 import anyio
 import anyio.lowlevel
@@ -30,7 +30,9 @@ from .fan_out import Completions
 from .state import RequestState
 from .stream import RequestStream
 
-__all__ = ["RequestGroup"]
+__all__ = ["Answer", "RequestGroup"]
+
+Answer = TypeVar("Answer", bound=RequestOutput | EngineError, covariant=True)
 
 _IN_A_ROW: Final = 32  # answers that are taken or given before others have their turn: a millisecond of our own work
 
@@ -47,8 +49,9 @@ class _Mailbox:
         self.parker.wake()
 
 
-class RequestGroup:
-    """Pairs of a prompt's index and its output: an asynchronous iterator, and an asynchronous context manager.
+class RequestGroup(Generic[Answer]):
+    """Pairs of a prompt's index and its output: an asynchronous iterator, and an asynchronous context manager. With
+    ``on_error="collect"`` an error may stand in place of the output.
 
     Nothing happens until it is entered, or iterated for the first time. Use ``async with client.generate_many(...) as
     group`` where leaving must abort promptly whatever happens; a plain ``async for`` aborts on cancellation at once,
@@ -162,7 +165,7 @@ class RequestGroup:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> tuple[int, RequestOutput | EngineError]:
+    async def __anext__(self) -> tuple[int, Answer]:
         """The next pair. If there is one, others have their turn once in a while only.
 
         Raises:
@@ -182,7 +185,7 @@ class RequestGroup:
             raise anyio.BusyResourceError("iterating over")
         self._busy = True
         try:
-            return await self._next()
+            index, result = await self._next()
         except EngineError as exc:
             self.close_nowait()
             self._error = exc
@@ -193,6 +196,7 @@ class RequestGroup:
             raise
         finally:
             self._busy = False
+        return index, cast("Answer", result)  # no error is kept unless they are collected
 
     async def _next(self) -> tuple[int, RequestOutput | EngineError]:
         while not self._over:
