@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from anyengine import (
     SamplingParams,
     SessionAffinity,
 )
-from anyengine._wire import WireSamplingParams
+from anyengine._wire import WireLateInteractionParams, WirePoolingParams, WireSamplingParams
 from anyengine.testing.scripted import RequestRule, Script, ScriptedTwin
 
 pytestmark = pytest.mark.anyio
@@ -164,3 +165,30 @@ async def test_a_strategy_that_fails_when_a_request_is_sent_again(choice: Any) -
 def test_what_is_no_strategy_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match=r"balancer=.* must be an object with choose"):
         EngineClient(engine=RemoteEngine(handshake="tcp://127.0.0.1:0", ranks=2), balancer=given)
+
+
+@pytest.mark.feature("C36")
+async def test_a_query_and_its_documents_go_to_one_rank() -> None:
+    """The one that vLLM's own client chooses (``v1/pool/late_interaction.py``), whatever the load is; when it has died,
+    another one, all of them."""
+
+    def scored(name: str, key: str, mode: str) -> EngineCoreRequest:
+        pooling = WirePoolingParams(task="token_embed", late_interaction_params=WireLateInteractionParams(mode, key))
+        return EngineCoreRequest(name, [9], pooling_params=pooling)
+
+    keys = [f"query {number}" for number in range(20)]
+    with anyio.fail_after(60):
+        async with EngineCoreClient(engines(3)) as core:
+            for n in range(5):
+                core.add(endless(f"busy{n}"), rank=2)
+            homes = {key: core.add(scored(key, key, "cache_query")) for key in keys}
+            assert homes == {key: zlib.crc32(key.encode()) % 3 for key in keys}
+            for n, key in enumerate(keys * 3):
+                assert core.add(scored(f"document{n}", key, "score_doc")) == homes[key]
+            core.session.engines[1].child.kill()
+            await core.session.engines[1].child.exited.wait()
+            while 1 in core.session.connection.rota.serving:
+                await anyio.lowlevel.checkpoint()
+            moved = {key: core.add(scored(f"again {key}", key, "cache_query")) for key in keys}
+            assert moved == {key: 2 if home == 1 else home for key, home in homes.items()}
+            assert core.add(endless("named"), rank=0) == 0

@@ -2,7 +2,7 @@
 
 from .aborts import AbortLedger
 from .admission import EngineLimits, check_prompt, check_prompt_length, check_token_ids, output_budget
-from .balancing import Balancer, LeastLoaded, RankLoad, SessionAffinity, balancer_for
+from .balancing import Balancer, LeastLoaded, RankLoad, SessionAffinity, balancer_for, rank_of_key
 from .connection import Connection, Frames, checked_ids, num_prompt_tokens
 from .events import DeadSentinel, EEPNotification, Event, FaultStatus, MalformedMessage, UtilityReply
 from .handshake import EngineHandshake, FrontendHandshake, HandshakeStage
@@ -55,5 +55,6 @@ __all__ = [
     "merge_registrations",
     "num_prompt_tokens",
     "output_budget",
+    "rank_of_key",
     "why_not_replayed",
 ]

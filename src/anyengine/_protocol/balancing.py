@@ -9,13 +9,14 @@ has in flight is the load, waiting behind a full cache weighs more, ties take tu
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from anyengine._wire import EngineCoreRequest
 
-__all__ = ["Balancer", "LeastLoaded", "OnlyRank", "RankLoad", "SessionAffinity", "balancer_for"]
+__all__ = ["Balancer", "LeastLoaded", "OnlyRank", "RankLoad", "SessionAffinity", "balancer_for", "rank_of_key"]
 
 _FULL_CACHE: Final = 0.5  # of the KV cache: above it, what waits will wait for blocks
 _WAIT_WEIGHT: Final = 6.0
@@ -91,6 +92,13 @@ class SessionAffinity:
         if len(self._ranks) > self._max_sessions:
             self._ranks.popitem(last=False)
         return rank
+
+
+def rank_of_key(key: str, ranks: Sequence[int], serving: Collection[int]) -> int:
+    """The rank that keeps what ``key`` names (a late-interaction query's embeddings, in vLLM): the same for all
+    clients, as long as it is one of ``serving``, and else the next one that is."""
+    home = zlib.crc32(key.encode()) % len(ranks)
+    return next(rank for rank in (*ranks[home:], *ranks[:home]) if rank in serving)
 
 
 def balancer_for(num_ranks: int) -> Balancer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from operator import index
 from typing import TYPE_CHECKING
 
-from anyengine._protocol import RankLoad
+from anyengine._protocol import RankLoad, rank_of_key
 from anyengine._wire import EngineCoreRequest
 from anyengine.exceptions import LocalProtocolError
 
@@ -19,13 +19,17 @@ __all__ = ["choose_rank"]
 
 
 def choose_rank(session: Session, request: EngineCoreRequest) -> int:
-    """The rank for ``request``, of those that have room, if any has; of those that die, if no other is left.
+    """The rank for ``request``, of those that have room, if any has; of those that die, if no other is left. What
+    compares documents with a query goes where the query is kept, which nobody else may decide.
 
     Raises:
         EngineDeadError: all are dead.
         LocalProtocolError: the balancer failed, or chose a rank that it was not offered.
     """
     rota, budget = session.connection.rota, session.send_budget
+    late = None if request.pooling_params is None else request.pooling_params.late_interaction_params
+    if late is not None and rota.serving:
+        return rank_of_key(late.query_key, session.ranks, rota.serving)
     ranks = [rank for rank in rota.serving if budget.has_room(rank)] or rota.alive
     if not ranks:
         raise session.down()
