@@ -16,6 +16,7 @@ __all__ = [
     "check_callable",
     "check_count",
     "check_flag",
+    "check_plugin_names",
     "check_rank_count",
     "check_seconds",
     "check_text",
@@ -52,6 +53,24 @@ def check_flag(name: str, value: object) -> None:
     """
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be True or False")
+
+
+def check_plugin_names(name: str, value: object) -> None:
+    """Raises:
+    ValueError: it is no sequence of names of entry points and of ``"module:attribute"``, or has one of them twice.
+    """
+    names = list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [None]
+    if not all(isinstance(one, str) and _is_plugin_name(one) for one in names):
+        raise ValueError(
+            f"{name}={value!r} must be a sequence of str, each the name of an entry point or 'module:attribute'"
+        )
+    if len({*names}) < len(names):
+        raise ValueError(f"{name}={value!r} must have each name once")
+
+
+def _is_plugin_name(name: str) -> bool:
+    module, separator, attribute = name.partition(":")
+    return bool(module and (attribute or not separator))
 
 
 def check_seconds(

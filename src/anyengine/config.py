@@ -17,6 +17,7 @@ from anyengine._setting_rules import (
     MAX_RANK,
     check_address,
     check_count,
+    check_plugin_names,
     check_rank_count,
     check_text,
     check_vllm_args,
@@ -65,7 +66,9 @@ class EmbeddedEngine(_EmbeddedModel, frozen=True, kw_only=True):
     ``enable_prefix_caching`` lets requests use again what others have computed of the same beginning. ``max_loras``
     LoRA adapters (PEFT's format) are kept loaded at most; 0: requests with an adapter are refused. ``max_logprobs``
     is how many log-probabilities a request may ask for at each position; -1: the whole vocabulary. ``profile_dir`` is
-    where ``start_profile`` has its traces written; ``None``: there is no profiler.
+    where ``start_profile`` has its traces written; ``None``: there is no profiler. ``logits_processors`` names code to
+    load, which changes the logits of requests that ask for it (``SamplingParams(extra_args=...)``), in this order:
+    entry points of the group ``anyengine.logits_processors``, or ``"module:attribute"``.
     """
 
     dtype: DType = "auto"
@@ -79,6 +82,7 @@ class EmbeddedEngine(_EmbeddedModel, frozen=True, kw_only=True):
     max_loras: int = 0
     max_logprobs: int = 20
     profile_dir: str | None = None
+    logits_processors: Sequence[str] = ()
     seed: int = 0
     num_threads: int | None = None
     runner: str = "transformers"
@@ -106,6 +110,10 @@ class EmbeddedEngine(_EmbeddedModel, frozen=True, kw_only=True):
         module, _, factory = self.runner.partition(":")
         if self.runner != "transformers" and not (module and factory):
             raise ValueError(f"runner={self.runner!r} must be 'transformers', or 'module:factory' of a model runner")
+        check_plugin_names("logits_processors", self.logits_processors)
+        msgspec.structs.force_setattr(self, "logits_processors", tuple(self.logits_processors))
+        if self.logits_processors and self.runner != "transformers":
+            raise ValueError(f"logits_processors has no meaning for runner={self.runner!r}, which samples by itself")
         options: object = self.runner_options
         if not isinstance(options, dict) or not all(isinstance(one, str | int | float) for one in options.values()):
             raise ValueError(f"runner_options={options!r} must be a dict of names to str, int, float or bool")

@@ -44,6 +44,7 @@ class EngineOptions:
     enforce_eager: bool
     max_loras: int
     profile_dir: str | None
+    logits_processors: list[str]
     num_threads: int | None
     seed: int
     runner: str | None
@@ -66,6 +67,7 @@ class EngineOptions:
             enforce_eager=self.enforce_eager,
             max_loras=self.max_loras,
             profile_dir=self.profile_dir,
+            logits_processors=self.logits_processors,
             num_threads=self.num_threads,
             seed=self.seed,
             **given,
@@ -73,13 +75,18 @@ class EngineOptions:
 
     def check(self) -> None:
         """Raises:
-        ValueError: an address that no front end can have, a rank or a time out of range, a runner that there is not.
+        ValueError: an address that no front end can have, a rank or a time out of range, a runner or a logits
+            processor that there is not.
         """
         check_place(self.handshake, self.rank)
         if self.runner is not None:  # before a front end is waited for
             from anyengine.engine.start import runner_factory
 
             runner_factory(self.runner)
+        if self.logits_processors:
+            from anyengine.engine.runner.logits_processors import find_logits_processors
+
+            find_logits_processors(self.logits_processors)
         if not self.reconnect_grace >= 0:
             raise ValueError(f"reconnect_grace={self.reconnect_grace} must be a number of seconds, 0 or more")
 
@@ -174,6 +181,15 @@ def _add_model_options(parser: ArgumentParser) -> None:
         "--max-loras", type=int, default=0, metavar="N", help="LoRA adapters kept loaded (default: 0, none is served)"
     )
     group.add_argument("--profile-dir", metavar="DIRECTORY", help="where the profiler writes (default: no profiler)")
+    group.add_argument(
+        "--logits-processors",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="code that changes the logits of requests which ask for it: entry points of the group "
+        "anyengine.logits_processors, or MODULE:ATTRIBUTE",
+    )
     group.add_argument("--num-threads", type=int, metavar="N", help="of torch (default: its own choice)")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of requests without one (default: 0)")
     group.add_argument("--runner", metavar="MODULE:FACTORY", help="another model runner than ours")

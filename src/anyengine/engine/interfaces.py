@@ -118,6 +118,8 @@ class FailedSequence(NamedTuple):
     """What a step yields for a sequence that cannot go on: its request fails, alone."""
 
     reason: str
+    code: str = "validation_error"
+    """Its error's code for the client: by default, that the request asks for what cannot be."""
 
 
 StepResult: TypeAlias = SampledToken | PooledPrompt | FailedSequence | None

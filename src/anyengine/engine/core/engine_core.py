@@ -318,7 +318,7 @@ class EngineCore:
             seq.num_computed_tokens += item.num_new_tokens
             self._cache.publish(seq)
             if isinstance(token, FailedSequence):
-                self._end_failed(seq.request_id, EngineRequestError("validation_error", token.reason))
+                self._end_failed(seq.request_id, EngineRequestError(token.code, token.reason))
             elif token is not None:
                 live = self._live[seq.request_id]
                 outputs.append((live.client_index, self._take(live, token)))

@@ -107,7 +107,7 @@ class Constraints:
                 return None
         return (
             f"structured_outputs: after {len(seq.output_token_ids)} tokens the grammar leaves no token that the other "
-            "sampling parameters (min_tokens, allowed_token_ids, bad_words, logit_bias) allow"
+            "sampling parameters (min_tokens, allowed_token_ids, bad_words, logit_bias) and logits processors allow"
         )
 
     def close(self) -> None:

@@ -37,10 +37,12 @@ try:
     from anyengine.engine.runner.constraints import Constraints
     from anyengine.engine.runner.decode_graphs import DecodeGraphs, recorders_for
     from anyengine.engine.runner.loader import LoadedModel, WeightFiles
+    from anyengine.engine.runner.logits_processors import ServedModel, find_logits_processors, make_logits_processors
     from anyengine.engine.runner.logprobs import PromptScores, sampled_logprobs
     from anyengine.engine.runner.paged_cache import BLOCK_TOKENS, PagedCache, free_memory_bytes
     from anyengine.engine.runner.passes import load_weights
     from anyengine.engine.runner.pooling import classify, embed
+    from anyengine.engine.runner.processing import LogitsProcessing
     from anyengine.engine.runner.profiling import StepProfiler
     from anyengine.engine.runner.residency import Residency, Weights
     from anyengine.engine.runner.sampler import sample, unsupported_sampling
@@ -63,10 +65,17 @@ def create_runner(config: EmbeddedEngine, report: Callable[[Status], None]) -> M
         ModelNotFoundError: no source has the model.
         ValueError: the model, or a setting for it, is not one this runner can serve.
     """
+    factories = find_logits_processors(config.logits_processors)  # before anything that takes time
     resolved = resolve_model(config.model, report)
     report(Status("resolving", detail=resolved.source, model_dir=str(resolved.model_dir)))
     with torch.inference_mode():
         loaded, weights = load_weights(resolved, config, report)
+        if factories and loaded.num_labels is not None:
+            raise ValueError(
+                "logits_processors: this model classifies, it has no logits of a next token: leave them out"
+            )
+        served = ServedModel(resolved.model_dir, loaded.vocab_size, loaded.eos_token_ids, loaded.like.device)
+        processing = LogitsProcessing(make_logits_processors(factories, served))
         max_model_len, num_blocks = _sizes(loaded, config)
         new_recorder = recorders_for(loaded.like.device)
         adapters = Adapters(weights.parts, config.max_loras, loaded.like)
@@ -84,6 +93,7 @@ def create_runner(config: EmbeddedEngine, report: Callable[[Status], None]) -> M
         loaded,
         Constraints(resolved.model_dir / "tokenizer.json", loaded.vocab_size, loaded.eos_token_ids),
         adapters,
+        processing,
         StepProfiler(None if config.profile_dir is None else Path(config.profile_dir)),
         max_model_len=max_model_len,
         num_blocks=num_blocks,
@@ -133,6 +143,7 @@ class TransformersRunner:
         loaded: LoadedModel,
         constraints: Constraints,
         adapters: Adapters,
+        processing: LogitsProcessing,
         profiler: StepProfiler,
         *,
         max_model_len: int,
@@ -143,6 +154,7 @@ class TransformersRunner:
         self._profiler = profiler
         self._constraints = constraints
         self._adapters = adapters
+        self._processing = processing
         self.max_loras: int = adapters.max_loras
         self._dtype, self._device = loaded.like.dtype, loaded.like.device
         self.vocab_size: int = loaded.vocab_size
@@ -160,7 +172,8 @@ class TransformersRunner:
         self._unseeded = random.Random(seed)  # noqa: S311  # sampling noise, not a secret
 
     def start(self, seq: SequenceState) -> Future[None] | None:
-        """Raises ValueError for sampling parameters that the sampler does not know. A constraint is waited for."""
+        """Raises ValueError for sampling parameters that the sampler does not know, and for what a logits processor
+        refuses. A constraint is waited for."""
         if refusal := unsupported_sampling(seq.sampling, self.vocab_size):
             raise ValueError(refusal)
         seed = seq.sampling.seed
@@ -169,6 +182,8 @@ class TransformersRunner:
             self._adapters.use(seq.request_id, seq.lora_id)
         if seq.scores_prompt:
             self._prompt_scores[seq.request_id] = PromptScores(seq)
+        if seq.pooling is None:
+            self._processing.start(seq)
         return None if seq.sampling.structured_outputs is None else self._constraints.start(seq)
 
     def finish(self, request_id: str) -> None:
@@ -176,6 +191,7 @@ class TransformersRunner:
         self._seeds.pop(request_id, None)
         self._prompt_scores.pop(request_id, None)
         self._constraints.finish(request_id)
+        self._processing.finish(request_id)
         self._adapters.finish(request_id)
 
     @property
@@ -295,11 +311,16 @@ class TransformersRunner:
     def _sample(self, logits: torch.Tensor, seqs: Sequence[SequenceState]) -> list[SampledToken | FailedSequence]:
         """The next token of each sequence; logits: [num_seqs, vocab], float32."""
         logits = self._constraints.masked(logits, seqs)
-        token_ids = sample(logits, seqs, [self._seeds[seq.request_id] for seq in seqs])
+        processing = self._processing.of_step(seqs)
+        token_ids = sample(logits, seqs, [self._seeds[seq.request_id] for seq in seqs], processing)
+        failures = processing.failures if processing else {}
         logprobs = sampled_logprobs(logits, seqs, token_ids)
         tokens: list[SampledToken | FailedSequence] = []
-        for seq, token_id, of_token in zip(seqs, token_ids, logprobs, strict=True):
+        for row, (seq, token_id, of_token) in enumerate(zip(seqs, token_ids, logprobs, strict=True)):
             collector = self._prompt_scores.pop(seq.request_id, None)
+            if row in failures:
+                tokens.append(failures[row])
+                continue
             if reason := self._constraints.accept(seq, token_id):
                 tokens.append(FailedSequence(reason))
                 continue

@@ -1,10 +1,10 @@
 """Picks the next token of every sequence from its logits.
 
 Owns what sampling parameters mean, in the order of ``vllm.v1.sample.sampler`` (0.32): allowed ids, bad words, minimum
-length, bias and penalties change the logits; then temperature, min-p, top-k and top-p; then one draw. Pure: the
-randomness of a draw is a hash of the sequence's seed and of how many tokens it has, so a sequence samples the same
-tokens alone, in any batch, in any slot and after it was preempted. Must not know the model, the cache or the
-scheduler.
+length, bias, logits processors that were brought along and penalties change the logits; then temperature, min-p, top-k
+and top-p; then one draw. Pure, as far as these processors are: the randomness of a draw is a hash of the sequence's
+seed and of how many tokens it has, so a sequence samples the same tokens alone, in any batch, in any slot and after it
+was preempted. Must not know the model, the cache or the scheduler.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -53,12 +53,18 @@ def unsupported_sampling(params: WireSamplingParams, vocab_size: int) -> str | N
     return None
 
 
-def sample(logits: Tensor, seqs: Sequence[SequenceState], seeds: Sequence[int]) -> list[int]:
+def sample(
+    logits: Tensor,
+    seqs: Sequence[SequenceState],
+    seeds: Sequence[int],
+    process: Callable[[Tensor], None] | None = None,
+) -> list[int]:
     """The next token id of each of ``seqs``; ``logits`` stays as it was.
 
-    ``seeds`` has one number for each sequence: the same seed, logits and history give the same token.
+    ``seeds`` has one number for each sequence: the same seed, logits and history give the same token. ``process``
+    changes a copy of the logits [num_seqs, vocab] in place, between bias and penalties.
     """
-    logits = _changed(logits, seqs)
+    logits = _changed(logits, seqs, process)
     token_ids = logits.argmax(dim=-1)  # [num_seqs], int64
     drawing = [index for index, seq in enumerate(seqs) if seq.sampling.temperature >= _GREEDY_BELOW]
     if drawing:
@@ -101,9 +107,9 @@ class _Entries:
         return (rows, columns), torch.tensor(self._values, dtype=logits.dtype, device=logits.device)
 
 
-def _changed(logits: Tensor, seqs: Sequence[SequenceState]) -> Tensor:
+def _changed(logits: Tensor, seqs: Sequence[SequenceState], process: Callable[[Tensor], None] | None) -> Tensor:
     """``logits`` [num_seqs, vocab], float32, with all that applies before the temperature; a copy, if anything does."""
-    if not any(_changes_logits(seq) for seq in seqs):
+    if process is None and not any(_changes_logits(seq) for seq in seqs):
         return logits
     allowed, banned, biases, repeated, counted = (_Entries() for _ in range(5))
     for row, seq in enumerate(seqs):
@@ -124,6 +130,8 @@ def _changed(logits: Tensor, seqs: Sequence[SequenceState]) -> Tensor:
         changed[entries[0]] = entries[1]
     if entries := biases.of(logits):
         changed[entries[0]] += entries[1]
+    if process is not None:
+        process(changed)
     if entries := repeated.of(logits):
         index, penalty = entries
         before = changed[index]  # [num_entries]
