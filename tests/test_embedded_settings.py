@@ -35,6 +35,20 @@ from anyengine.engine.start import runner_factory
         ({"in_process": 1}, "in_process=1 must be True or False"),
         ({"max_logprobs": -2}, "max_logprobs=-2 must be at least -1"),
         ({"profile_dir": 3}, "profile_dir=3 must be"),
+        (
+            {"logits_processors": "a:b"},
+            "logits_processors='a:b' must be a sequence of str, each the name of an entry point",
+        ),
+        ({"logits_processors": None}, "logits_processors=None must be a sequence"),
+        ({"logits_processors": ["a", 3]}, "logits_processors=['a', 3] must be a sequence"),
+        ({"logits_processors": ["a:"]}, "logits_processors=['a:'] must be a sequence"),
+        ({"logits_processors": [":a"]}, "logits_processors=[':a'] must be a sequence"),
+        ({"logits_processors": [""]}, "logits_processors=[''] must be a sequence"),
+        ({"logits_processors": ["a", "a"]}, "logits_processors=['a', 'a'] must have each name once"),
+        (
+            {"logits_processors": ["a"], "runner": "m:f"},
+            "logits_processors has no meaning for runner='m:f', which samples by itself",
+        ),
         ({"runner": "x"}, "runner='x' must be 'transformers', or 'module:factory'"),
         ({"runner_options": [1]}, "runner_options="),
     ],
@@ -59,6 +73,13 @@ def test_names_of_dtypes(alias: Any, dtype: str) -> None:
     crossed = msgspec.json.decode(launch, type=EngineLaunch).engine
     assert crossed == engine
     assert (engine.model, engine.dtype) == ("m", dtype)
+
+
+def test_names_of_plugins_cross() -> None:
+    engine = EmbeddedEngine("m", logits_processors=["a", "b.c:d.e"])
+    launch = msgspec.json.encode(EngineLaunch(handshake_address="tcp://a:1", engine=engine))
+    crossed = msgspec.json.decode(launch, type=EngineLaunch).engine
+    assert crossed == engine == EmbeddedEngine("m", logits_processors=("a", "b.c:d.e"))
 
 
 @pytest.mark.parametrize("runner", ["no_such_module:f", "anyengine.testing.toy_runner:nothing"])

@@ -142,7 +142,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     extra_args: Mapping[str, Any] | None = None
-    """For engine extensions, such as ``kv_transfer_params``."""
+    """For engine extensions, such as ``kv_transfer_params``, and for logits processors that the engine has loaded."""
     skip_reading_prefix_cache: bool | None = None
     thinking_token_budget: int | None = None
     repetition_detection: RepetitionDetectionParams | None = None

@@ -36,6 +36,13 @@ def run_cli(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[
             b"error: runner='nomod:f' cannot be found",
             b"No module named",
         ),
+        (
+            ["engine", "--logits-processors", "none", "--handshake", "ipc:///nobody/listens"],
+            b"",
+            2,
+            b"error: logits_processors: 'none' cannot be loaded",
+            b"an entry point of the group anyengine.logits_processors",
+        ),
         (["bench", "engine", "--dtypes", "foo"], b"", 2, b"error: --dtypes foo", b"bfloat16"),
         (["bench", "engine", "--batch-sizes", "1,x"], b"", 2, b"error: --batch-sizes", b"1,8,32"),
         (["bench", "engine", "--rounds", "0"], b"", 2, b"error: --rounds 0", b"at least 1"),

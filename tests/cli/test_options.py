@@ -32,6 +32,13 @@ def test_engine_options_reach_the_engine() -> None:
     assert options.backend == "trio"
 
 
+def test_names_of_logits_processors_reach_the_engine() -> None:
+    place = ["engine", "m", "--handshake", "tcp://a:1"]
+    options = parse_arguments([*place, "--logits-processors", "a", "b:c", "--seed", "3", "--logits-processors", "d"])
+    assert options.engine() == EmbeddedEngine("m", seed=3, logits_processors=["a", "b:c", "d"])
+    assert parse_arguments(place).engine() == EmbeddedEngine("m")
+
+
 def test_a_system_message_comes_first() -> None:
     options = parse_arguments(["run", "--system", "Be brief.", "x"])
     assert options.messages("Hi") == [
