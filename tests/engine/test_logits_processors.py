@@ -324,7 +324,7 @@ def test_a_processor_that_fails_ends_its_requests_alone(
         ("no_such_module:f", "'no_such_module:f' cannot be loaded: ModuleNotFoundError: No module named"),
         ("processors:Gone.inner", "cannot be loaded: AttributeError: .*Gone"),
         ("broken_processors:f", "cannot be loaded: RuntimeError: broken on purpose"),
-        ("processors:number", "'processors:number' is a int, which makes no logits processor"),
+        ("processors:number", "'processors:number' is of type int, and cannot be called to make one"),
     ],
 )
 def test_a_name_that_cannot_be_loaded(name: str, why: str) -> None:

@@ -111,7 +111,7 @@ def _found(name: str) -> LogitsProcessorFactory:
     except Exception as exc:  # its module is somebody else's
         raise _cannot_use(name, f"cannot be loaded: {type(exc).__name__}: {exc}") from exc
     if not callable(factory):
-        raise _cannot_use(name, f"is a {type(factory).__name__}, which makes no logits processor")
+        raise _cannot_use(name, f"is of type {type(factory).__name__}, and cannot be called to make one")
     return factory
 
 

@@ -92,7 +92,7 @@ class StepProcessing:
     def __init__(self, parts: Sequence[_Part]) -> None:
         self._parts = parts
         self.failures: dict[int, FailedSequence] = {}
-        """Why the request of a row cannot go on. Its logits are then as they were before the processor that failed."""
+        """Why the request of a row cannot go on: whatever is sampled from that row means nothing."""
 
     def __call__(self, logits: Tensor) -> None:
         """Change ``logits`` [num_seqs, vocab], float32, in place. Never raises for what a processor does."""
@@ -118,13 +118,11 @@ class StepProcessing:
         rows = torch.tensor([row for row, _ in members], device=logits.device)
         changed = one.applied(logits[rows], [state for _, state in members])  # of a copy: it may fail half-way
         highest = changed.amax(dim=-1)  # [num_rows]; NaN, if there is any
-        possible = highest.isfinite()
-        if not possible.all():
+        if not highest.isfinite().all():
             for (row, _), value in zip(members, highest.tolist(), strict=True):
                 if not math.isfinite(value):
                     reason = f"no token can be chosen after logits processor {one.name!r}: the largest logit is {value}"
                     # Minus infinity: all that was left is forbidden, which the request may have asked for.
                     code = "validation_error" if value == -math.inf else "internal_error"
                     self.failures[row] = FailedSequence(reason, code)
-            rows, changed = rows[possible], changed[possible]
         logits[rows] = changed.to(logits.dtype)
