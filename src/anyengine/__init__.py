@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ._client.disaggregation import PrefillDecodePair
     from ._client.engines.health import ClientHealth, HealthLevel, RankHealth
     from ._client.engines.model_info import ModelInfo
+    from ._client.inputs.multimodal import MultiModalPreprocessor, MultiModalPrompt
     from ._client.inputs.prompts import EmbedsPrompt, Prompt
     from ._client.inputs.text_prompts import ChatPrompt
     from ._client.operations import PauseMode
@@ -194,6 +195,8 @@ __all__ = [
     "MultiModalFeatureSpec",
     "MultiModalField",
     "MultiModalFieldElem",
+    "MultiModalPreprocessor",
+    "MultiModalPrompt",
     "OutputDetails",
     "OutputKind",
     "OutputParser",
@@ -275,6 +278,7 @@ _HOMES = {
         "_client.engines.health": ("ClientHealth", "HealthLevel", "RankHealth"),
         "_client.engines.model_info": ("ModelInfo",),
         "_client.operations": ("PauseMode",),
+        "_client.inputs.multimodal": ("MultiModalPreprocessor", "MultiModalPrompt"),
         "_client.inputs.prompts": ("EmbedsPrompt", "Prompt"),
         "_client.output_json": ("output_from_json", "output_to_json"),
         "_client.reporting": ("ClientStatistics", "RankStatistics", "StatisticsSink"),

@@ -225,14 +225,23 @@ class RequestRejected(RequestError, ValueError):
 
 class RequestFailed(RequestError):
     """The engine ended the request with an error. ``code`` and ``retryable`` are the engine's, when it gave them, and
-    ``status`` follows from these."""
+    ``status`` follows from these. ``missing_hashes``: the multi-modal items that were not in the engine's cache."""
 
     code: str = "request_failed"
     status: int = 500
 
-    def __init__(self, message: str, *, code: str | None = None, retryable: bool = False, **request: Any) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        retryable: bool = False,
+        missing_hashes: tuple[str, ...] = (),
+        **request: Any,
+    ) -> None:
         super().__init__(message, **request)
         self.code = code or type(self).code
+        self.missing_hashes = missing_hashes
         self.retryable = retryable
         self.status = _STATUS_OF_CODES.get(self.code, 503 if retryable else 500)
 

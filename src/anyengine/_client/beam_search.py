@@ -14,6 +14,7 @@ from anyengine._rules import reject
 from anyengine.outputs import RequestFacts, RequestOutput
 from anyengine.params import BeamSearchParams, SamplingParams
 
+from .inputs.multimodal import continued_by
 from .inputs.prompts import Embeddings, Prompt
 from .inputs.request_builder import RequestBuilder
 from .inputs.request_fields import RequestFields
@@ -47,7 +48,7 @@ async def search_beams(
     room = builder.limits.max_model_len - len(prepared)
     num_steps = min(params.max_tokens, max(room, 1))  # of a prompt without room, the first step says so
     for _ in range(num_steps):
-        prompts = [[*prepared, *beam.token_ids] for beam in beams.running]
+        prompts = [continued_by(prepared, beam.token_ids) for beam in beams.running]
         rows: list[Any] = [None] * len(prompts)
         async with client.generate_many(prompts, step, request_id=label, **others) as group:
             async for index, output in group:

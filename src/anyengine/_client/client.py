@@ -27,6 +27,7 @@ from .engines.engine_limits import common_limits
 from .engines.health import ClientHealth, HealthLevel, examine
 from .engines.model_info import ModelInfo
 from .inputs.model_files import load_model_files
+from .inputs.multimodal import MultiModalPreprocessor, check_hook
 from .inputs.prompts import Prompt
 from .inputs.request_builder import RequestBuilder
 from .inputs.request_fields import GenerateOptions, RequestFields, check_field_names
@@ -62,6 +63,8 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
             on_progress, on_notification, balancer: see :class:`EngineCoreClient`.
         restart: start an engine again that dies once it was ready, and what becomes of requests. ``None``: never.
         retries: send a request again that failed before its first token with a ``retryable`` error. ``None``: never.
+        mm_preprocessor: what makes token ids and features of prompts with images, sounds, ...; see
+            :class:`MultiModalPreprocessor`. ``None``: such prompts are refused.
         max_num_queued_reqs: how many sequences may be in flight or on their way; ``None``: what the engine's args say.
         max_num_queued_tokens: how many prompt tokens may wait for their first output; ``None``: as above. A longer
             prompt is taken when no other one waits.
@@ -91,6 +94,7 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
         balancer: Balancer | None = None,
         restart: RestartPolicy | None = None,
         retries: RetryPolicy | None = None,
+        mm_preprocessor: MultiModalPreprocessor | None = None,
         stats_interval_s: float | None = None,
         stats_sinks: Sequence[StatisticsSink] = (),
         strict: bool = False,
@@ -112,6 +116,8 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
         if retries is not None and not isinstance(retries, RetryPolicy):
             raise ValueError(f"retries={retries!r} must be a RetryPolicy, or None for no retries")
         self._retries = retries
+        check_hook(mm_preprocessor)
+        self._mm_preprocessor = mm_preprocessor
         self._reports = Reports(self._take_statistics, stats_sinks, stats_interval_s)
         self._admission = AdmissionSettings.of(
             self._core.engines, max_num_queued_reqs, max_num_queued_tokens, admission
@@ -160,7 +166,8 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
                     session.tasks.start_soon(session.own, desk.abort_dropped)
                     session.tasks.start_soon(session.own, desk.deadlines.run)
                     files = await load_model_files(self._core.model_dir, text=not self._core.skips_text)
-                    desk.open(RequestBuilder(files, common_limits(session), wire_id_prefix=os.urandom(4).hex()))
+                    limits, prefix = common_limits(session), os.urandom(4).hex()
+                    desk.open(RequestBuilder(files, limits, prefix, mm_preprocessor=self._mm_preprocessor))
                     session.tasks.start_soon(session.own, self._reports.run)
                     self._core.life.opened()
                     yield

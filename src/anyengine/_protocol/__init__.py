@@ -8,6 +8,7 @@ from .events import DeadSentinel, EEPNotification, Event, FaultStatus, Malformed
 from .handshake import EngineHandshake, FrontendHandshake, HandshakeStage
 from .life import Life
 from .life_events import ClientEvent, ClientState, CurrentState, RankChanged, RankState, StateChanged
+from .multimodal_cache import cache_key, lacks_data, with_data
 from .registrations import merge_registrations
 from .replays import continued, why_not_replayed
 from .requests import OutputConsumer, RequestEntry, RequestRegistry
@@ -47,14 +48,17 @@ __all__ = [
     "UtilityRegistry",
     "UtilityReply",
     "balancer_for",
+    "cache_key",
     "check_prompt",
     "check_prompt_length",
     "check_token_ids",
     "checked_ids",
     "continued",
+    "lacks_data",
     "merge_registrations",
     "num_prompt_tokens",
     "output_budget",
     "rank_of_key",
     "why_not_replayed",
+    "with_data",
 ]

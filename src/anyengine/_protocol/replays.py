@@ -13,6 +13,8 @@ import msgspec
 
 from anyengine._wire import EngineCoreRequest
 
+from .multimodal_cache import lacks_data
+
 __all__ = ["continued", "why_not_replayed"]
 
 _ANYWHERE: Final = frozenset(
@@ -34,7 +36,7 @@ _CARRIED: Final = frozenset(
 
 def why_not_replayed(request: EngineCoreRequest, num_received: int) -> str | None:
     """Why ``request``, of which so many tokens have come, cannot go on in another engine; ``None``: it can."""
-    if any(feature.data is None for feature in request.mm_features or ()):
+    if lacks_data(request):
         return "a part of its multi-modal input was only in the cache of the engine that is gone"
     if num_received == 0:
         return None  # as if it had not been sent

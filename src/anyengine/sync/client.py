@@ -12,6 +12,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypedDict, TypeVa
 
 from anyengine._client.client import EngineClient
 from anyengine._client.engines.model_info import ModelInfo
+from anyengine._client.inputs.multimodal import MultiModalPreprocessor
 from anyengine._client.inputs.prompts import Prompt
 from anyengine._client.inputs.request_fields import GroupOptions
 from anyengine._client.reporting import StatisticsSink
@@ -58,6 +59,7 @@ class ClientOptions(TypedDict, total=False):
     balancer: Balancer | None
     restart: RestartPolicy | None
     retries: RetryPolicy | None
+    mm_preprocessor: MultiModalPreprocessor | None
     stats_interval_s: float | None
     stats_sinks: Sequence[StatisticsSink]
     strict: bool

@@ -33,9 +33,17 @@ from anyengine.outputs import TokenDecoder
 from anyengine.params import PoolingParams, SamplingParams
 
 from .model_files import ModelFiles
+from .multimodal import (
+    MultiModalPreprocessor,
+    MultiModalPrompt,
+    MultiModalTokens,
+    Preprocessing,
+    as_multimodal,
+    fields_with_features,
+)
 from .pooling_checks import POOLING_TASKS, settle_pooling
 from .prompts import Embeddings, Prompt, embeddings_bytes, is_embeddings, take_embeddings
-from .request_fields import RequestFields, check_fields
+from .request_fields import RequestFields, check_fields, check_multimodal
 from .sampling_checks import check_sampling
 from .text_prompts import Tokenization, is_text, num_chars, tokenize, without_dictionary
 
@@ -51,7 +59,13 @@ _INLINE_COPY_BYTES = 1 << 20  # a few ms of looking through embeddings
 class RequestBuilder:
     """Makes engine-core requests for one session's model. Lifetime: one session."""
 
-    def __init__(self, files: ModelFiles, limits: EngineLimits, wire_id_prefix: str) -> None:
+    def __init__(
+        self,
+        files: ModelFiles,
+        limits: EngineLimits,
+        wire_id_prefix: str,
+        mm_preprocessor: MultiModalPreprocessor | None = None,
+    ) -> None:
         self._model, self._tokenizer, self._trouble = model, tokenizer, _ = files
         self.client_id: str = wire_id_prefix
         """What tells the requests of this session from all others."""
@@ -59,6 +73,7 @@ class RequestBuilder:
         self._eos_token_ids = tokenizer.eos_token_ids if tokenizer else model.eos_token_ids if model else ()
         self.take_limits(limits)
         self._backend: str | None = None
+        self._preprocessing = None if mm_preprocessor is None else Preprocessing(mm_preprocessor)
         # Of their own, so that nobody waits behind other threads of the application, nor they behind long prompts.
         self._threads = anyio.CapacityLimiter(_TOKENIZER_THREADS)
 
@@ -119,6 +134,8 @@ class RequestBuilder:
             if embeddings_bytes(prompt) <= _INLINE_COPY_BYTES:
                 return take_embeddings(prompt)
             return await self._in_thread(take_embeddings, prompt)
+        if isinstance(prompt := as_multimodal(prompt), MultiModalPrompt):
+            return await self._preprocess(prompt, options)
         tokenization = Tokenization.of(options)
         prompt = without_dictionary(prompt)
         token_ids = cast("Sequence[int]", prompt)  # checked when the request is built
@@ -129,6 +146,22 @@ class RequestBuilder:
             return token_ids
         room = getattr(params, "max_tokens", None) or 1
         return tokenization.cut(token_ids, max(self.limits.max_model_len - room, 1))
+
+    async def _preprocess(self, prompt: MultiModalPrompt, options: object) -> MultiModalTokens:
+        """Everything that can be refused is, before the hook is asked."""
+        if self._preprocessing is None:
+            raise RequestRejected(
+                "multi_modal_data: the client has nothing that makes features of it",
+                parameter="multi_modal_data",
+                value=prompt.multi_modal_data,
+                remedy="make the client with mm_preprocessor=...; or give the token ids, with their placeholders, and "
+                "mm_features=[MultiModalFeatureSpec(...), ...] as a processor of the engine's release made them",
+            )
+        check_multimodal("multi_modal_data", prompt.multi_modal_data, self._model.multimodal if self._model else None)
+        if options:
+            problem = "are for text alone; mm_preprocessor makes the tokens of this prompt"
+            reject("tokenization_kwargs", options, problem, "leave them out, or give the hook mm_processor_kwargs")
+        return await self._preprocessing.tokens(prompt)
 
     async def _in_thread(self, work: Callable[..., ResultT], *args: Any) -> ResultT:
         return await anyio.to_thread.run_sync(work, *args, abandon_on_cancel=True, limiter=self._threads)
@@ -159,7 +192,7 @@ class RequestBuilder:
         )
         try:
             self._put_prompt(request, prompt, generates=isinstance(params, SamplingParams))
-            self._put_fields(request, fields)
+            self._put_fields(request, fields_with_features(fields, prompt))
             if isinstance(params, PoolingParams):
                 request.pooling_params = self._pooling(params)
             else:

@@ -15,7 +15,15 @@ from anyengine._wire import KvHintsEnvelope, MultiModalFeatureSpec
 from anyengine.exceptions import RequestRejected
 from anyengine.params import LoRARequest
 
-__all__ = ["GenerateOptions", "GroupOptions", "RequestFields", "check_field_names", "check_fields"]
+__all__ = [
+    "GenerateOptions",
+    "GroupOptions",
+    "RequestFields",
+    "check_features",
+    "check_field_names",
+    "check_fields",
+    "check_multimodal",
+]
 
 
 class RequestFields(TypedDict, total=False):
@@ -79,7 +87,12 @@ def _check_keyword(name: str, key: Any, _value: Any) -> None:
         reject(f"{name} key", key, f"is {a_type(key)}", "use str keys")
 
 
-def _features(name: str, value: Any) -> list[MultiModalFeatureSpec] | None:
+def check_features(name: str, value: Any) -> list[MultiModalFeatureSpec] | None:
+    """A list of its own; ``None`` if there are none.
+
+    Raises:
+        RequestRejected: something else is in it.
+    """
     if value is None:
         return None
     remedy = "use a sequence of MultiModalFeatureSpec"
@@ -98,7 +111,7 @@ _RULES: Final[dict[str, Rule]] = {
     "cache_salt": text(optional=True, empty=False),
     "trace_headers": mapping(_check_header),
     "session_id": text(optional=True, empty=False),
-    "mm_features": _features,
+    "mm_features": check_features,
     "reasoning_ended": flag(optional=True),
     "reasoning_parser_kwargs": mapping(_check_keyword),
     "kv_hints": record(KvHintsEnvelope),
@@ -133,13 +146,22 @@ def check_fields(fields: RequestFields, limits: EngineLimits, *, multimodal: boo
     if checked.get("priority") and limits.priorities is False:
         problem = "the engine schedules first come, first served"
         _refuse("priority", fields, problem, limits.enabled_by("scheduling_policy='priority'"))
-    if "mm_features" in checked and not multimodal:
+    if "mm_features" in checked:
+        check_multimodal("mm_features", checked["mm_features"], multimodal)
+    return checked
+
+
+def check_multimodal(name: str, value: object, multimodal: bool | None) -> None:
+    """Refuse ``value`` where the model takes text alone, or nobody knows.
+
+    Raises:
+        RequestRejected: it does.
+    """
+    if not multimodal:
         # A vLLM engine with a model of text alone never schedules such a request, nor anything behind it.
         problem = "the model takes text alone" if multimodal is False else "nothing is known of the model"
         remedy = "use a multimodal model; or describe the engine with a model_dir, whose config.json says what it is"
-        value = fields.get("mm_features")
-        raise RequestRejected(f"mm_features: {problem}", parameter="mm_features", value=value, remedy=remedy)
-    return checked
+        raise RequestRejected(f"{name}: {problem}", parameter=name, value=value, remedy=remedy)
 
 
 def _refuse(name: str, fields: RequestFields, problem: str, way: str) -> NoReturn:

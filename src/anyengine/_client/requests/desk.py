@@ -201,7 +201,7 @@ class RequestDesk:
             state.asked, state.weights, state.account = asked, self._processor.weights, self.account
         try:
             for child, state in zip(children_of(request, params.n), states, strict=True):
-                self._add(child, state)
+                self._add(child, state, prompt)
         except BaseException:
             self.abort(states)
             raise
@@ -225,7 +225,7 @@ class RequestDesk:
             request.request_id, request.external_req_id or "", make_parker(), clock=self._processor.clock
         )
         state.asked, state.account = facts_of(request, prompt, fields), self.account
-        self._add(request, state)
+        self._add(request, state, prompt)
         return state, num_prompt_tokens(request)
 
     def unsent(self, params: SamplingParams, label: str | None) -> Completions:
@@ -276,9 +276,9 @@ class RequestDesk:
             found.append(Completion(index, state, params, detokenizer, length, decode))
         return Completions(found, parker, woken)
 
-    def _add(self, request: EngineCoreRequest, state: RequestState) -> None:
+    def _add(self, request: EngineCoreRequest, state: RequestState, prompt: object) -> None:
         with in_users_words(state.label):
-            state.rank = self.resubmissions.send(request, state)
+            state.rank = self.resubmissions.send(request, state, prompt)
 
     def abort(self, states: Sequence[RequestState]) -> tuple[str, ...]:
         """Abort requests in the engine and give their consumers the final item; the wire ids of those that were alive.

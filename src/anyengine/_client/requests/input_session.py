@@ -166,7 +166,7 @@ class InputSession:
             self._wake()
         elif not (consumer.closing or consumer.over):
             assert self._desk is not None
-            last = msgspec.structs.replace(self._first, prompt_token_ids=[0], resumable=False)
+            last = msgspec.structs.replace(self._first, prompt_token_ids=[0], mm_features=None, resumable=False)
             self._desk.core.add_part(last, self._rank)
             consumer.close()
 

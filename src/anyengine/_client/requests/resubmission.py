@@ -1,4 +1,5 @@
-"""Requests that are sent again: after the death of their engine, or after an error that says that it may pass.
+"""Requests that are sent again: after the death of their engine, after an error that says that it may pass, or with
+data that the engine was thought to have in its cache.
 
 Owns the submissions of each request while a policy asks for it: it stands between the registry and the consumer, keeps
 what is needed to put the request anew, and passes everything else on. Whether a request can go on elsewhere is
@@ -7,14 +8,18 @@ what is needed to put the request anew, and passes everything else on. Whether a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from operator import is_
+from typing import Final
 
 import anyio
 import anyio.lowlevel
+import msgspec
 
 from anyengine._client.core_client import EngineCoreClient
-from anyengine._protocol import OutputConsumer, continued, why_not_replayed
-from anyengine._wire import EngineCoreOutput, EngineCoreRequest, finish_reason_name
+from anyengine._client.inputs.multimodal import DataSource, MultiModalTokens
+from anyengine._protocol import OutputConsumer, continued, lacks_data, why_not_replayed, with_data
+from anyengine._wire import EngineCoreOutput, EngineCoreRequest, EngineRequestError, finish_reason_name
 from anyengine.exceptions import (
     ClientClosedError,
     EngineDeadError,
@@ -32,6 +37,7 @@ from .state import RequestState
 
 __all__ = ["Resubmissions", "Submission", "state_of"]
 
+_CACHE_MISS: Final = "multimodal_cache_miss"
 _FRUITLESS = 2  # deaths in a row that a request may have been in its engine at, without a token in between
 
 
@@ -41,10 +47,18 @@ class Submission:
     Invariant: it is in the registry, or waiting to be sent again, or its state has ended.
     """
 
-    __slots__ = ("_desk", "_fruitless", "_had", "received", "request", "state")
+    __slots__ = ("_desk", "_fruitless", "_had", "_has_missed", "_source", "received", "request", "state")
 
-    def __init__(self, desk: Resubmissions, request: EngineCoreRequest, state: RequestState) -> None:
+    def __init__(
+        self,
+        desk: Resubmissions,
+        request: EngineCoreRequest,
+        state: RequestState,
+        source: DataSource | None = None,
+    ) -> None:
         self._desk = desk
+        self._source = source
+        self._has_missed = False  # data that was thought to be in the engine's cache
         self._had = 0  # how many tokens there were when it was sent last
         self._fruitless = 0
         self.request = request
@@ -58,7 +72,7 @@ class Submission:
 
     def push(self, output: EngineCoreOutput) -> bool:
         """Take one output from the engine; whether the request ends here, although the engine would go on."""
-        if output.finish_reason is not None and self._may_pass(output) and self._desk.retry(self):
+        if output.finish_reason is not None and self._is_sent_again(output):
             return False
         self.received += output.new_token_ids
         return self.state.push(output)
@@ -98,6 +112,49 @@ class Submission:
             return f"it was there at {_FRUITLESS} deaths in a row without a token in between, and may be what kills"
         return why_not_replayed(self.request, len(self.received))
 
+    async def find_data(self, missing: Collection[str]) -> None:
+        """Put the data of the ``missing`` multi-modal items into what is sent next.
+
+        Raises:
+            RequestFailed: it is not to be had.
+
+        Cancellation: returns at once.
+        """
+        wanted, features = frozenset(missing), self.request.mm_features or ()
+        filled, lacking = with_data(features, wanted, features)
+        cause: Exception | None = None
+        if lacking and self._source is not None:
+            try:
+                filled, lacking = with_data(filled, wanted, await self._source.features(frozenset(lacking)))
+            except Exception as exc:  # noqa: BLE001 - rule 5: what a hook returned may do anything
+                cause = exc
+        if lacking:
+            why = "mm_preprocessor gave no data for them" if cause is None else str(cause)
+            raise RequestFailed(
+                f"request {self.label!r} cannot be sent again with the multi-modal items "
+                f"{', '.join(map(repr, lacking))}, which are not in the engine's cache: {why}",
+                code=_CACHE_MISS,
+                missing_hashes=tuple(lacking),
+                request_id=self.label,
+            ) from cause
+        self.request = msgspec.structs.replace(self.request, mm_features=filled)
+
+    def why_no_data(self, missing: Collection[str]) -> str | None:
+        """Why it cannot be sent again with the ``missing`` data; notes that it was asked for."""
+        features = self.request.mm_features or ()
+        filled, lacking = with_data(features, frozenset(missing), features)
+        again, self._has_missed = self._has_missed, True
+        if again or (not lacking and all(map(is_, filled, features))):
+            return "although it has had their data"
+        if lacking and self._source is None:
+            return "and they came without data; send the request again with it, or make the client with mm_preprocessor"
+        return None
+
+    def _is_sent_again(self, output: EngineCoreOutput) -> bool:
+        if output.mm_cache_miss_hashes:
+            return not self.received and not output.new_token_ids and self._desk.send_with_data(self, output)
+        return self._may_pass(output) and self._desk.retry(self)
+
     def _may_pass(self, output: EngineCoreOutput) -> bool:
         """Whether it is an end before the first token, which says that another try may go better."""
         if self.received or output.new_token_ids:
@@ -127,21 +184,22 @@ class Resubmissions:
         self._replays = restart is not None and restart.in_flight == "replay"
         self._waiting: dict[RequestState, Submission] = {}
 
-    def send(self, request: EngineCoreRequest, state: RequestState) -> int:
+    def send(self, request: EngineCoreRequest, state: RequestState, prompt: object = None) -> int:
         """Register and send a request for the first time; the rank that has it. If its engine has died this moment and
-        is awaited, the request waits for it as well.
+        is awaited, the request waits for it as well. ``prompt`` is what it was made of.
 
         Raises: see :meth:`EngineCoreClient.add`.
         """
-        wanted = self._replays or self._retries is not None
-        consumer = Submission(self, request, state) if wanted else state
+        source = prompt.source if isinstance(prompt, MultiModalTokens) else None
+        wanted = self._replays or self._retries is not None or lacks_data(request)
+        consumer = Submission(self, request, state, source) if wanted else state
         try:
             return self._core.add(request, consumer)
         except EngineDeadError:
             if not self._session.restarts.are_awaited:
                 raise
         state.attempts = 0  # nothing was sent
-        self._start(consumer if isinstance(consumer, Submission) else Submission(self, request, state), 0.0)
+        self._start(consumer if isinstance(consumer, Submission) else Submission(self, request, state, source), 0.0)
         return state.rank
 
     def waiting(self) -> list[RequestState]:
@@ -156,6 +214,20 @@ class Resubmissions:
         if why_not_replayed(submission.request, 0) is not None:
             return False
         self._start(submission, policy.delay_s(attempts, self._session.restarts.chance()))
+        return True
+
+    def send_with_data(self, submission: Submission, miss: EngineCoreOutput) -> bool:
+        """Whether a request is sent again with what was not in the engine's cache; if not, ``miss`` says why."""
+        missing = miss.mm_cache_miss_hashes or ()
+        if self._session.cause is not None:
+            return False
+        if (refusal := submission.why_no_data(missing)) is not None:
+            named = ", ".join(map(repr, missing))
+            miss.error = EngineRequestError(
+                _CACHE_MISS, f"it does not have the multi-modal items {named} in its cache, {refusal}"
+            )
+            return False
+        self._start(submission, 0.0, missing)
         return True
 
     def rescue(self, submission: Submission, death: EngineDeadError) -> str | None:
@@ -192,14 +264,19 @@ class Resubmissions:
 
     # ------------------------------------------------------------------ internals
 
-    def _start(self, submission: Submission, delay_s: float) -> None:
+    def _start(self, submission: Submission, delay_s: float, missing: Collection[str] = ()) -> None:
         self._waiting[submission.state] = submission
         self._session.sent_again = len(self._waiting)
-        self._session.tasks.start_soon(self._session.own, self._send_again, submission, delay_s)
+        self._session.tasks.start_soon(self._session.own, self._send_again, submission, delay_s, missing)
 
-    async def _send_again(self, submission: Submission, delay_s: float) -> None:
+    async def _send_again(self, submission: Submission, delay_s: float, missing: Collection[str]) -> None:
         state, rank = submission.state, submission.request.data_parallel_rank
         await anyio.sleep(delay_s)
+        if missing:
+            try:
+                await submission.find_data(missing)
+            except EngineError as exc:
+                self._give_up(submission, exc)
         while self._waits(state):
             try:
                 await anyio.lowlevel.checkpoint()

@@ -30,6 +30,7 @@ _ABORT = "abort"
 _ERROR = "error"
 _QUEUED, _SCHEDULED, _PREEMPTED = 1, 2, 3
 _LAST_DETAILS: Final = ("kv_transfer_params", "ec_transfer_params", "spec_decode_metrics", "surplus")
+_NOT_CACHED: Final = "not in its cache of multi-modal items; send the request again with their data"
 _NO_FACTS: Final = RequestFacts()
 _NO_WEIGHTS: Final[Mapping[int, str]] = MappingProxyType({})
 
@@ -283,18 +284,27 @@ class RequestState(_TouchedByEachToken):
         self._note_last_details(output)
         reason = finish_reason_name(output.finish_reason)
         if reason == _ERROR:
-            detail = output.error
-            self.error = RequestFailed(
-                f"the engine failed request {self.label!r}: {detail.message if detail else 'it gave no reason'}",
-                code=detail.code if detail else None,
-                retryable=detail.retryable if detail else False,
-                request_id=self.label,
-            )
+            self.error = failed_by_engine(self.label, output)
         elif reason == _ABORT and not self.abort_expected:
             self.error = aborted_by_others(self.label)
         else:
             self.finish_reason = reason
             self.stop_reason = output.stop_reason
+
+
+def failed_by_engine(label: str, output: EngineCoreOutput) -> RequestFailed:
+    """The error of a request that the engine has ended with one."""
+    detail, missing = output.error, tuple(output.mm_cache_miss_hashes or ())
+    why, code = "it gave no reason", None
+    if missing:
+        why, code = f"{', '.join(map(repr, missing))} {_NOT_CACHED}", "multimodal_cache_miss"
+    return RequestFailed(
+        f"the engine failed request {label!r}: {detail.message if detail else why}",
+        code=detail.code if detail else code,
+        retryable=detail.retryable if detail else False,
+        missing_hashes=missing,
+        request_id=label,
+    )
 
 
 def aborted_by_others(label: str) -> RequestFailed:
