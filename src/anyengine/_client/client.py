@@ -218,8 +218,9 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
         nowait: bool = False,
         **fields: Unpack[RequestFields],
     ) -> RequestStream:
-        """A request stream for ``prompt``: text, token ids, or embeddings (:class:`EmbedsPrompt`, or an array
-        [num_prompt_tokens, hidden_size] by itself). Inert: nothing is checked or sent before it is used.
+        """A request stream for ``prompt``: text, token ids, either with images and such (:class:`MultiModalPrompt`), or
+        embeddings (:class:`EmbedsPrompt`, or an array [num_prompt_tokens, hidden_size] by itself). Inert: nothing is
+        checked or sent before it is used.
 
         ``request_id`` is a label, echoed in every output; several live requests may share it. What else a request
         carries is given by vLLM's names: ``priority`` (lower runs first), ``data_parallel_rank``, ``lora_request``,

@@ -55,8 +55,9 @@ class MultiModalPrompt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 class MultiModalPreprocessor(Protocol):
     """What turns a :class:`MultiModalPrompt` into token ids and features: ``EngineClient(mm_preprocessor=...)``.
 
-    A synchronous function. It runs in a worker thread, at most four at once; a request that is cancelled does not wait
-    for it. Whatever it raises refuses its request alone.
+    A synchronous function. It runs in a worker thread, for four requests at once; one that is cancelled does not wait
+    for it, and what it returns then is discarded. Whatever it raises refuses its request alone. What is asynchronous it
+    may call with ``anyio.from_thread.run``.
     """
 
     def __call__(

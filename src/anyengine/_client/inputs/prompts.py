@@ -33,8 +33,9 @@ class EmbedsPrompt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 Prompt: TypeAlias = str | Sequence[int] | EmbedsPrompt | Any
-"""Text, token ids, a :class:`ChatPrompt`, vLLM's ``{"prompt": ...}`` and ``{"prompt_token_ids": ...}``; or embeddings:
-an :class:`EmbedsPrompt`, or what stands in one (a numpy array, a torch tensor)."""
+"""Text, token ids, a :class:`ChatPrompt`, vLLM's ``{"prompt": ...}`` and ``{"prompt_token_ids": ...}``; these with
+images, sounds, ... (:class:`MultiModalPrompt`); or embeddings: an :class:`EmbedsPrompt`, or what stands in one (a numpy
+array, a torch tensor)."""
 
 _DTYPES: Final = ("float32", "float16", "bfloat16")
 
