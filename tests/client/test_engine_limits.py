@@ -46,6 +46,9 @@ ARGUMENTS: list[tuple[dict[str, Any], list[str], dict[str, Any]]] = [
     ({"skip_tokenizer_init": True}, ["--skip-tokenizer-init"], {"tokenizer": False}),
     ({"scheduling_policy": "priority"}, ["--scheduling-policy", "priority"], {"priorities": True}),
     ({"enable_trace_replay": True}, ["--enable-trace-replay"], {"trace_replay": True}),
+    ({"mm_processor_cache_gb": 0}, ["--mm-processor-cache-gb", "0"], {"mm_cache": False}),
+    ({"mm_processor_cache_type": "shm"}, ["--mm-processor-cache-type", "shm"], {"mm_cache": False}),
+    ({"data_parallel_size": 2}, ["-dp", "2"], {"mm_cache": False}),
     ({"reasoning_parser": "x"}, ["--reasoning-parser", "x"], {"reasoning": True}),
     ({"reasoning_config": {"reasoning_parser": "x"}}, ["--reasoning-config.reasoning_parser=x"], {"reasoning": True}),
     (
@@ -64,7 +67,7 @@ def test_arguments_mean_the_same_in_every_form(
 ) -> None:
     defaults = EngineLimits(
         64, lora=False, prompt_embeds=False, fault_tolerance=False, known_methods_only=True, priorities=False,
-        max_loras=2,
+        max_loras=2, mm_cache=True,
     )  # fmt: skip
     expected = msgspec.structs.replace(defaults, **known)
     assert vllm(names) == vllm(strings) == expected

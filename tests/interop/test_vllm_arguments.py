@@ -42,6 +42,8 @@ LINES = [
     "--max-num-queued-reqs None --max-num-queued-tokens 2K --shutdown-timeout 30 --disable-log-stats",
     "--aggregate-engine-logging --enable-log-requests --otlp-traces-endpoint http://x:1 --collect-detailed-traces all",
     "--collect-detailed-traces model worker -O3 -O.x --max-model-len 4k -cc.mode 0 -q awq --seed=-1",
+    "--mm-processor-cache-gb 0.5 --mm-processor-cache-type shm",
+    "--mm-processor-cache-gb x",
     "--max-model-len -1 -O 3 --max-logprobs 7 --max_logprobs=8 --kv-transfer-config.kv_role kv_both",
     '--reasoning-config {"reasoning_start_str":"<t>"} --pooler-config {"use_activation":false} --enable-trace-replay',
     "--pooler-config.dimensions 8 --reasoning-config.reasoning_parser x --enable-fault-tolerance",
@@ -286,7 +288,7 @@ def test_mappings_and_defaults(answers: dict[str, list[Any]]) -> None:
         for name in ("headless", "api_server_count"):  # vllm serve's, not the engine's
             mine.pop(name)
         assert mine == as_vllm_has_it(mine, theirs), mapping
-    assert len(UnderstoodArguments.__struct_fields__) == 54
+    assert len(UnderstoodArguments.__struct_fields__) == 56
 
 
 @pytest.mark.feature("F03")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from protocol_pieces import Consumer, nothing, output, request
@@ -222,6 +223,17 @@ GOOD: dict[str, Any] = {
     "flat": feature(factory="flat", options={"slices": [[0, 2, None]], "dim": 0}),
     "cached": request(mm_features=[MultiModalFeatureSpec(None, "image", "id", PlaceholderRange(0, 3))]),
 }
+
+
+@pytest.mark.feature("R38")
+def test_a_feature_without_data_is_for_an_engine_that_keeps_items() -> None:
+    """Another one would end of it."""
+    connection = connected(msgspec.structs.replace(LIMITS, mm_cache=False))
+    with pytest.raises(RequestRejected, match="keeps multi-modal items") as caught:
+        connection.add(GOOD["cached"], 0, Consumer())
+    assert caught.value.parameter == "mm_features[0].data" and "mm_processor_cache_type" in str(caught.value.remedy)
+    assert connection.add(GOOD["feature"], 0, Consumer())
+    assert connected(msgspec.structs.replace(LIMITS, mm_cache=True)).add(GOOD["cached"], 0, Consumer())
 
 
 @pytest.mark.parametrize("name", GOOD)

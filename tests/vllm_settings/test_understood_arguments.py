@@ -25,6 +25,8 @@ def given(args: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
         ([], {}),
         (["--max-logprobs", "5"], {"max_logprobs": 5}),
         (["--max_logprobs=5"], {"max_logprobs": 5}),
+        (["--mm-processor-cache-gb", "0.5"], {"mm_processor_cache_gb": 0.5}),
+        (["--mm-processor-cache-type=shm"], {"mm_processor_cache_type": "shm"}),
         (["-dp", "2", "-tp=4"], {"data_parallel_size": 2, "tensor_parallel_size": 4}),
         (["-n2", "-r", "1"], {"nnodes": 2, "node_rank": 1}),
         (["--enable-lora", "--no-enable-prompt-embeds"], {"enable_lora": True}),

@@ -76,6 +76,8 @@ class UnderstoodArguments(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     stream_interval: int = 1
+    mm_processor_cache_gb: float = 4.0
+    mm_processor_cache_type: str = "lru"
     shutdown_timeout: int = 0
     """In seconds: how long running requests may take to end when the engine is asked to stop."""
 
@@ -90,6 +92,13 @@ class UnderstoodArguments(msgspec.Struct, frozen=True, kw_only=True):
     def structured_outputs_backend(self) -> str:
         """``"auto"``, or the backend that was chosen for structured outputs."""
         return str(self.structured_outputs_config.get("backend", "auto"))
+
+    @property
+    def keeps_mm_items(self) -> bool:
+        """Whether an engine keeps multi-modal items, so that they need no data when they come again
+        (``multimodal/cache/factories.py``: not where several ranks share a front end)."""
+        alone = self.data_parallel_size == 1 or self.data_parallel_external_lb or self.data_parallel_rank is not None
+        return self.mm_processor_cache_gb > 0 and self.mm_processor_cache_type == "lru" and alone
 
     @property
     def reasons(self) -> bool:

@@ -71,6 +71,7 @@ _BY_TYPE: Final[Mapping[str, Mapping[str, Any]]] = {
     "bool": _SWITCH,
     "int": _INT,
     "int | None": _INT,
+    "float": {"type": float},
     "str": _TEXT,
     "str | None": _TEXT_OR_NONE,
     "dict[str, Any] | None": _reader("JSON", json.loads, optional=True),

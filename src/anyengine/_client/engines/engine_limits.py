@@ -89,6 +89,9 @@ def limits_of(
         return getattr(arguments, name) if said else default
 
     lora, policy = registered.supports_lora, started_with("scheduling_policy")
+    mm_cache = None if started_with("mm_processor_cache_gb") is None else True
+    if arguments is not None and not arguments.keeps_mm_items:
+        mm_cache = False
     return EngineLimits(
         max_model_len=registered.max_model_len,
         vocab_size=facts.vocab_size if facts else None,
@@ -97,6 +100,7 @@ def limits_of(
         lora=started_with("enable_lora") if lora is None else lora,
         prompt_embeds=started_with("enable_prompt_embeds"),
         fault_tolerance=started_with("enable_fault_tolerance"),
+        mm_cache=mm_cache,
         known_methods_only=_is_vllm(engine) and newer_than_known(ready) is None,
         priorities=None if policy is None else policy == "priority",
         max_loras=registered.max_loras or started_with("max_loras", 1),

@@ -69,15 +69,20 @@ def check_token_matrix(ids: Tensor, limits: EngineLimits, num_prompt_tokens: int
     check_in_vocabulary([value for value in values if value != -1], limits.vocab_size, parameter=parameter)
 
 
-def check_features(features: Sequence[MultiModalFeatureSpec], num_prompt_tokens: int) -> None:
+def check_features(features: Sequence[MultiModalFeatureSpec], num_prompt_tokens: int, limits: EngineLimits) -> None:
     """Check multi-modal features.
 
     Raises:
-        RequestRejected: one is not what vLLM's decoder takes, or its place is not in the prompt.
+        RequestRejected: one is not what vLLM's decoder takes, its place is not in the prompt, or its data is left out
+            for an engine that keeps none.
     """
     for index, feature in enumerate(features):
         name = f"mm_features[{index}]"
         place = feature.mm_position
+        if feature.data is None and limits.mm_cache is False:
+            # Its model runner would look for what no encoder has made, and the engine end.
+            way = limits.enabled_by("mm_processor_cache_type='lru' and mm_processor_cache_gb above 0, as a single rank")
+            reject(f"{name}.data", None, "needs an engine that keeps multi-modal items", f"give its data, or {way}")
         if place.offset < 0 or place.length < 1 or place.offset + place.length > num_prompt_tokens:
             found = (place.offset, place.length)
             problem = "(offset, length) is not in the prompt"

@@ -18,12 +18,12 @@ class EngineLimits(msgspec.Struct, frozen=True):
 
     ``max_model_len`` is in tokens, prompt and output together. ``vocab_size`` counts the rows of the embedding,
     ``hidden_size`` its columns. ``tasks`` are what the model can do (``"generate"``, ``"embed"``, ...). ``lora``,
-    ``prompt_embeds`` and ``fault_tolerance``: whether the engine was started with it. ``priorities``: whether it
-    schedules by priority. ``known_methods_only``: the engine is vLLM, of a release whose utility methods we know, so
-    that no others are worth a call. ``max_loras`` adapters stay loaded at least. ``max_logprobs`` -1: as many as the
-    vocabulary has. ``pooler`` has the defaults of pooling parameters. These last ones and those below have the value of
-    a vLLM engine without arguments of its own where nobody told us; what they allow hurts no engine. ``embedded``: it
-    is ours, whose settings are not all vLLM's.
+    ``prompt_embeds`` and ``fault_tolerance``: whether the engine was started with it. ``mm_cache``: whether it keeps
+    multi-modal items. ``priorities``: whether it schedules by priority. ``known_methods_only``: the engine is vLLM, of
+    a release whose utility methods we know, so that no others are worth a call. ``max_loras`` adapters stay loaded at
+    least. ``max_logprobs`` -1: as many as the vocabulary has. ``pooler`` has the defaults of pooling parameters. These
+    last ones and those below have the value of a vLLM engine without arguments of its own where nobody told us; what
+    they allow hurts no engine. ``embedded``: it is ours, whose settings are not all vLLM's.
     """
 
     max_model_len: int
@@ -33,6 +33,7 @@ class EngineLimits(msgspec.Struct, frozen=True):
     lora: bool | None = None
     prompt_embeds: bool | None = None
     fault_tolerance: bool | None = None
+    mm_cache: bool | None = None
     known_methods_only: bool = False
     priorities: bool | None = None
     max_loras: int = 1
@@ -74,4 +75,4 @@ class EngineLimits(msgspec.Struct, frozen=True):
 
 
 _SWITCHES: Final = ("known_methods_only", "tokenizer", "reasoning", "trace_replay", "embedded")
-_KNOWN_SWITCHES: Final = ("lora", "prompt_embeds", "fault_tolerance", "priorities")
+_KNOWN_SWITCHES: Final = ("lora", "prompt_embeds", "fault_tolerance", "mm_cache", "priorities")

@@ -83,7 +83,7 @@ def _check(sent: EngineCoreRequest, limits: EngineLimits, adapters: Mapping[int,
     if sent.lora_request is not None:
         check_lora(sent.lora_request, limits, adapters)
     if sent.mm_features:
-        check_features(sent.mm_features, num_prompt_tokens)
+        check_features(sent.mm_features, num_prompt_tokens, limits)
 
 
 def _check_prompt(sent: EngineCoreRequest, limits: EngineLimits) -> int:
