@@ -396,6 +396,20 @@ async def test_a_second_miss_is_the_requests_error(retries: RetryPolicy | None, 
     assert [data for _, data in ids_and_data(scripted)] == [[False], [True], []]
 
 
+async def test_a_second_miss_of_another_item_is_an_error_as_well(model_dir: str) -> None:
+    scripted, hook = (
+        ScriptedTwin(Script(requests=(missing(1, "cat"), missing(2, "dog"))), model_dir=model_dir),
+        Hook("cat", "dog"),
+    )
+    with anyio.fail_after(30):
+        async with EngineClient(engine=scripted.engine, mm_preprocessor=hook) as client:
+            with pytest.raises(RequestFailed, match="'dog' in its cache, and the request was sent again") as caught:
+                await client.complete(PICTURE, FOUR)
+    assert caught.value.missing_hashes == ("dog",)
+    assert [data for _, data in ids_and_data(scripted)] == [[False, False], [True, False]]
+    assert hook.asked_for == [frozenset(), frozenset({"cat"})]
+
+
 async def test_an_item_that_came_twice_has_its_data_from_its_double(model_dir: str) -> None:
     """No hook: what the request had is enough."""
     scripted = missing_once(model_dir, "cat")

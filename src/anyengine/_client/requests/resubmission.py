@@ -144,14 +144,16 @@ class Submission:
         features = self.request.mm_features or ()
         filled, lacking = with_data(features, frozenset(missing), features)
         again, self._has_missed = self._has_missed, True
-        if again or (not lacking and all(map(is_, filled, features))):
+        if not lacking and all(map(is_, filled, features)):
             return "although it has had their data"
+        if again:
+            return "and the request was sent again for others before; send it again with all its data"
         if lacking and self._source is None:
             return "and they came without data; send the request again with it, or make the client with mm_preprocessor"
         return None
 
     def _is_sent_again(self, output: EngineCoreOutput) -> bool:
-        if output.mm_cache_miss_hashes:
+        if output.mm_cache_miss_hashes and finish_reason_name(output.finish_reason) == "error":
             return not self.received and not output.new_token_ids and self._desk.send_with_data(self, output)
         return self._may_pass(output) and self._desk.retry(self)
 
