@@ -25,6 +25,7 @@ TABLE: dict[str, tuple[str, int, bool]] = {  # code, HTTP status, retryable
     "OutputProcessingError": ("output_processing_failed", 500, False),
     "OverloadedError": ("overloaded", 429, True),
     "ProtocolError": ("protocol_error", 500, False),
+    "QuotaExceededError": ("quota_exceeded", 429, True),
     "RemoteProtocolError": ("remote_protocol_error", 502, False),
     "RequestError": ("request_error", 500, False),
     "RequestFailed": ("request_failed", 500, False),

@@ -98,6 +98,7 @@ if TYPE_CHECKING:
         OutputProcessingError,
         OverloadedError,
         ProtocolError,
+        QuotaExceededError,
         RemoteProtocolError,
         RequestError,
         RequestFailed,
@@ -109,6 +110,7 @@ if TYPE_CHECKING:
         UtilityTimeout,
         WrongLoopError,
     )
+    from .limiters import Limiter, TokenBuckets, TokenDemand, TokenQuota
     from .outputs import (
         FinishReason,
         FlatLogprobs,
@@ -187,6 +189,7 @@ __all__ = [
     "LateChunkingParams",
     "LateInteractionParams",
     "LeastLoaded",
+    "Limiter",
     "LoRARequest",
     "LocalProtocolError",
     "Logprob",
@@ -213,6 +216,7 @@ __all__ = [
     "PrefillUsage",
     "Prompt",
     "ProtocolError",
+    "QuotaExceededError",
     "RankChanged",
     "RankHealth",
     "RankLoad",
@@ -249,6 +253,9 @@ __all__ = [
     "TensorLike",
     "TextStream",
     "ThinkParser",
+    "TokenBuckets",
+    "TokenDemand",
+    "TokenQuota",
     "TokenStream",
     "Tokenizer",
     "ToolCall",
@@ -338,6 +345,7 @@ _HOMES = {
             "RunningEngine",
             "VLLMEngine",
         ),
+        "limiters": ("Limiter", "TokenBuckets", "TokenDemand", "TokenQuota"),
         "outputs": (
             "FinishReason",
             "FlatLogprobs",

@@ -26,6 +26,7 @@ __all__ = [
     "OutputProcessingError",
     "OverloadedError",
     "ProtocolError",
+    "QuotaExceededError",
     "RemoteProtocolError",
     "RequestError",
     "RequestFailed",
@@ -286,6 +287,20 @@ class OverloadedError(RequestError):
         super().__init__(message, **request)
         self.reason = reason
         self.retry_after_s = retry_after_s
+
+
+class QuotaExceededError(OverloadedError):
+    """A limiter has refused the request before it was sent: ``tenant`` (``None``: none was named) has used too many
+    tokens lately. ``reason`` is ``"quota"``; ``retry_after_s`` is when there will be enough, if nobody else takes them,
+    or ``None`` if time alone does not help."""
+
+    code = "quota_exceeded"
+
+    def __init__(
+        self, message: str, *, tenant: str | None = None, retry_after_s: float | None = None, **request: Any
+    ) -> None:
+        super().__init__(message, reason="quota", retry_after_s=retry_after_s, **request)
+        self.tenant = tenant
 
 
 class UtilityError(EngineError):

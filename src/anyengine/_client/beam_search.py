@@ -5,8 +5,9 @@ Owns the loop. Which beams are kept is :mod:`.requests.beams`'s.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -19,46 +20,42 @@ from .inputs.prompts import Embeddings, Prompt
 from .inputs.request_builder import RequestBuilder
 from .inputs.request_fields import RequestFields
 from .requests.beams import Beam, Beams
+from .requests.desk import RequestDesk
+from .requests.many import RequestGroup
 from .requests.scores import LogprobColumns
-
-if TYPE_CHECKING:
-    from .request_control import RequestControl
 
 __all__ = ["search_beams"]
 
 
 async def search_beams(
-    client: RequestControl,
-    builder: RequestBuilder,
+    find_desk: Callable[[], RequestDesk],
     prompt: Prompt,
     params: BeamSearchParams,
     label: str | None,
     fields: RequestFields,
 ) -> RequestOutput:
     """See :meth:`EngineClient.beam_search`."""
+    desk = find_desk()
+    builder = desk.builder
     prepared = await builder.encode(prompt, None, fields.get("tokenization_kwargs"))
     if isinstance(prepared, Embeddings):
         reject("prompt", "embeddings", "cannot be continued token by token", "give text or token ids")
     label, _ = builder.next_ids(label)
+    beams = Beams(params, prepared, builder.eos_token_id)
+    room = builder.limits.max_model_len - len(prepared)
+    num_steps = min(params.max_tokens, max(room, 1))  # of a prompt without room, the first step says so
+    charge = desk.charges.open_search(label, fields, len(prepared), params.beam_width * num_steps)
     step = SamplingParams(
         logprobs=2 * params.beam_width, max_tokens=1, temperature=params.temperature, detokenize=False
     )
     others: Any = {name: value for name, value in fields.items() if name not in ("tokenization_kwargs", "prompt_text")}
-    beams = Beams(params, prepared, builder.eos_token_id)
-    room = builder.limits.max_model_len - len(prepared)
-    num_steps = min(params.max_tokens, max(room, 1))  # of a prompt without room, the first step says so
-    for _ in range(num_steps):
-        prompts = [continued_by(prepared, beam.token_ids) for beam in beams.running]
-        rows: list[Any] = [None] * len(prompts)
-        async with client.generate_many(prompts, step, request_id=label, **others) as group:
-            async for index, output in group:
-                assert isinstance(output, RequestOutput) and output.logprobs is not None
-                rows[index] = output.logprobs[0] if output.logprobs else None
-        if None in rows:  # aborted, all in one go: what there is so far
-            break
-        beams.extend(rows)
-        if not beams.running:
-            break
+    whole: Any = {"limits_s": {}, "ordered": False, "concurrency": None, "on_error": "raise", "charge": charge}
+    request = partial(RequestGroup, find_desk, params=step, label=label, fields=others, **whole)
+    try:
+        await _extend(beams, num_steps, prepared, request)
+    finally:
+        if charge is not None:
+            charge.settle()
     text = getattr(prepared, "text", None)
     facts = RequestFacts(
         prompt=fields.get("prompt_text") if text is None else text,
@@ -68,6 +65,27 @@ async def search_beams(
     best = enumerate(beams.best())
     first, *rest = [_output(builder, params, label, facts, index, beam, num_steps) for index, beam in best]
     return replace(first, others=tuple(rest))
+
+
+async def _extend(
+    beams: Beams,
+    num_steps: int,
+    prompt: Sequence[int],
+    request: Callable[[list[list[int]]], RequestGroup[RequestOutput]],
+) -> None:
+    """Add up to ``num_steps`` tokens to the beams, with one ``request`` of many prompts for each step."""
+    for _ in range(num_steps):
+        prompts = [continued_by(prompt, beam.token_ids) for beam in beams.running]
+        rows: list[Any] = [None] * len(prompts)
+        async with request(prompts) as group:
+            async for index, output in group:
+                assert output.logprobs is not None
+                rows[index] = output.logprobs[0] if output.logprobs else None
+        if None in rows:  # aborted, all in one go: what there is so far
+            return
+        beams.extend(rows)
+        if not beams.running:
+            return
 
 
 def _output(

@@ -18,6 +18,7 @@ from anyengine._rules import given
 from anyengine._text import Tokenizer
 from anyengine.config import EngineSettings
 from anyengine.exceptions import ClientClosedError, EngineDeadError
+from anyengine.limiters import Limiter
 from anyengine.outputs import PoolingOutput
 from anyengine.params import PoolingParams, SamplingParams
 from anyengine.policies import RestartPolicy, RetryPolicy
@@ -35,6 +36,7 @@ from .pooling import PoolingShortcuts, encode_once
 from .reporting import ClientStatistics, Reports, StatisticsReports, StatisticsSink, take_statistics
 from .request_control import RequestControl
 from .requests.admission import AdmissionSettings
+from .requests.charges import checked_limiter
 from .requests.deadlines import time_limits
 from .requests.desk import RequestDesk
 from .requests.stream import RequestStream
@@ -71,6 +73,8 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
         stats_interval_s: how often to write a line of statistics to the log ``anyengine.statistics``, and to tell the
             sinks; a client that is idle writes none twice. ``None``: when :meth:`do_log_stats` is called.
         stats_sinks: functions that are given the :class:`ClientStatistics`, in worker threads.
+        limiter: who may spend how many tokens (by ``tenant``), such as :class:`TokenBuckets`: asked before each request
+            is sent, and told what it has used. ``None``: nobody is asked.
         admission: what becomes of a request that one of these limits keeps out, or a pause: ``"reject"`` raises
             :class:`OverloadedError` or :class:`EngineAsleepError` at once, ``"wait"`` has it wait its turn.
     """
@@ -95,6 +99,7 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
         restart: RestartPolicy | None = None,
         retries: RetryPolicy | None = None,
         mm_preprocessor: MultiModalPreprocessor | None = None,
+        limiter: Limiter | None = None,
         stats_interval_s: float | None = None,
         stats_sinks: Sequence[StatisticsSink] = (),
         strict: bool = False,
@@ -118,6 +123,7 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
         self._retries = retries
         check_hook(mm_preprocessor)
         self._mm_preprocessor = mm_preprocessor
+        self._limiter = checked_limiter(limiter)
         self._reports = Reports(self._take_statistics, stats_sinks, stats_interval_s)
         self._admission = AdmissionSettings.of(
             self._core.engines, max_num_queued_reqs, max_num_queued_tokens, admission
@@ -159,7 +165,7 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
         async with self._core:
             session = self._core.session
             session.in_order = True
-            self._desk = desk = RequestDesk(self._core, self._admission, self._retries)
+            self._desk = desk = RequestDesk(self._core, self._admission, self._retries, self._limiter)
             with closing(desk.dropped):
                 try:
                     session.tasks.start_soon(desk.feed_streams)
@@ -225,7 +231,7 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
         ``request_id`` is a label, echoed in every output; several live requests may share it. What else a request
         carries is given by vLLM's names: ``priority`` (lower runs first), ``data_parallel_rank``, ``lora_request``,
         ``tokenization_kwargs``, ``cache_salt``, ``trace_headers``, ``session_id``, ``mm_features``, ``kv_hints``,
-        ``reasoning_ended``, ``reasoning_parser_kwargs``; and ``prompt_text``.
+        ``reasoning_ended``, ``reasoning_parser_kwargs``; and ``prompt_text`` and ``tenant``.
 
         ``timeout_s``, ``first_token_timeout_s`` (both from the first use) and ``inter_token_timeout_s`` bound what the
         engine may take: the first that passes aborts the request, whether anybody iterates or not, and the stream
@@ -253,7 +259,7 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
 
         Raises:
             RequestRejected: bad input; nothing was sent.
-            OverloadedError: an admission limit is reached; nothing was sent.
+            OverloadedError: an admission limit is reached, or a quota; nothing was sent.
             EngineAsleepError: the engine is paused or asleep; nothing was sent.
             RequestTimeout: a time limit passed before it could be sent.
             EngineDeadError: the engine died, or the client is closed.
@@ -387,5 +393,7 @@ class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames
             "request_timeouts": desk.request_timeouts,
             "queued_prompt_tokens": self._core.session.connection.requests.num_queued_tokens,
             "statistics_failures": self._reports.failures,
+            "limiter_failures": desk.charges.failures,
+            "rejections_quota": desk.charges.refusals,
             **{f"rejections_{reason}": count for reason, count in desk.admission.rejections.items()},
         }

@@ -107,13 +107,14 @@ class RequestControl:
 
         Raises:
             RequestRejected: bad input; nothing was sent.
+            QuotaExceededError: the limiter refuses the search as a whole; nothing was sent.
             OverloadedError, EngineAsleepError, RequestFailed, EngineDeadError: see :meth:`generate_many`.
 
         Cancellation: aborts what is in flight.
         """
         check_field_names("beam_search", fields)
         instance("params", params, BeamSearchParams)
-        return await search_beams(self, self._entered_desk().builder, prompt, params, request_id, fields)
+        return await search_beams(self._entered_desk, prompt, params, request_id, fields)
 
     async def abort(
         self, request: RequestName | Iterable[RequestName], *, timeout_s: float | None = None

@@ -26,6 +26,7 @@ from anyengine._setting_rules import check_flag
 from anyengine._text import Tokenizer
 from anyengine.config import EngineSettings
 from anyengine.exceptions import ClientClosedError, EngineError
+from anyengine.limiters import Limiter
 from anyengine.outputs import RequestOutput
 from anyengine.params import LoRARequest, SamplingParams
 from anyengine.policies import RestartPolicy, RetryPolicy
@@ -60,6 +61,7 @@ class ClientOptions(TypedDict, total=False):
     restart: RestartPolicy | None
     retries: RetryPolicy | None
     mm_preprocessor: MultiModalPreprocessor | None
+    limiter: Limiter | None
     stats_interval_s: float | None
     stats_sinks: Sequence[StatisticsSink]
     strict: bool

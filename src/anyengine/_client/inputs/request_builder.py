@@ -243,7 +243,7 @@ class RequestBuilder:
             return
         multimodal = self._model.multimodal if self._model else None
         checked: dict[str, Any] = check_fields(fields, self.limits, multimodal=multimodal)
-        for name in ("prompt_text", "tokenization_kwargs"):
+        for name in ("prompt_text", "tenant", "tokenization_kwargs"):
             checked.pop(name, None)  # not the engine's
         if (adapter := checked.pop("lora_request", None)) is not None:
             request.lora_request = lora_to_wire(adapter)

@@ -1,7 +1,7 @@
 """What a request carries beside its prompt and its parameters.
 
 Owns the names, types and checks of these fields, shared by everything that makes a request. They are vLLM's names
-(``AsyncLLM.generate``); each goes on the wire as it is.
+(``AsyncLLM.generate``), save for ``tenant``; each goes on the wire as it is, if nothing else is said.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ __all__ = [
     "check_field_names",
     "check_fields",
     "check_multimodal",
+    "tenant_of",
 ]
 
 
@@ -51,6 +52,8 @@ class RequestFields(TypedDict, total=False):
     """For the engine's KV-cache connector."""
     prompt_text: str | None
     """The text behind a prompt of token ids: its outputs tell it as ``prompt``. Not sent."""
+    tenant: str | None
+    """Whose quota it uses, for the client's ``limiter``. Not sent."""
     tokenization_kwargs: Mapping[str, Any] | None
     """``truncate_prompt_tokens`` (-1: to what the model's length allows), ``truncation_side``,
     ``add_special_tokens``."""
@@ -116,6 +119,7 @@ _RULES: Final[dict[str, Rule]] = {
     "reasoning_parser_kwargs": mapping(_check_keyword),
     "kv_hints": record(KvHintsEnvelope),
     "prompt_text": text(optional=True),
+    "tenant": text(optional=True, empty=False),
     "tokenization_kwargs": mapping(),  # what is in it has been used by now
 }
 
@@ -128,6 +132,16 @@ def check_field_names(function: str, fields: RequestFields) -> None:
     """
     for name in fields.keys() - _RULES.keys():
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
+def tenant_of(fields: RequestFields) -> str | None:
+    """Whose request it is.
+
+    Raises:
+        RequestRejected: it is no name.
+    """
+    tenant: str | None = _RULES["tenant"]("tenant", fields.get("tenant"))
+    return tenant
 
 
 def check_fields(fields: RequestFields, limits: EngineLimits, *, multimodal: bool | None) -> dict[str, Any]:

@@ -8,14 +8,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 if TYPE_CHECKING:
     from .state import RequestState
 
-__all__ = ["RankTotals", "RequestAccount"]
+__all__ = ["Account", "RankTotals", "RequestAccount"]
+
+
+class Account(Protocol):
+    """What the end of a request is told to."""
+
+    def close(self, state: RequestState) -> None:
+        """``state`` has ended this moment, with all its tokens."""
+
+    def settle(self) -> None:
+        """Of those that were to be sent together, no more will be. Idempotent."""
 
 
 class RankTotals(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -50,6 +60,9 @@ class RequestAccount:
         sums = self._ranks.setdefault(state.rank, _Sums())
         sums.add(state)
         sums.ended[state.finish_reason or "failed"] += 1
+
+    def settle(self) -> None:
+        """See :class:`Account`: these have nothing to do with each other."""
 
     def totals(self, ranks: Iterable[int], live: Iterable[RequestState]) -> dict[int, RankTotals]:
         """What it adds up to as of now, with the requests that are ``live``."""

@@ -32,22 +32,24 @@ from anyengine.exceptions import (
     EngineDeadError,
     RequestTimeout,
 )
+from anyengine.limiters import Limiter
 from anyengine.params import LoRARequest, PoolingParams, SamplingParams
 from anyengine.policies import RetryPolicy
 
 from .account import RequestAccount
 from .admission import Admission, AdmissionSettings, Ticket
+from .charges import Charge, Charges
 from .completion import Completion
-from .deadlines import Deadlines, TimedRequestState, TimedScoredRequestState, Timeouts
+from .deadlines import Deadlines, Timeouts
 from .dropped import DroppedRequests
 from .facts import facts_of
 from .fan_out import ChildParker, Completions, children_of
+from .new_state import make_state
 from .output_processor import OutputProcessor
 from .refusals import in_users_words
 from .resubmission import Resubmissions, state_of
-from .scores import ScoredRequestState, wants_scores
 from .session_consumer import SessionConsumer
-from .state import BatchClock, PooledRequestState, RequestState
+from .state import PooledRequestState, RequestState
 from .stopping import Stopper
 
 __all__ = ["RequestDesk"]
@@ -58,7 +60,11 @@ class RequestDesk:
     :meth:`abort_dropped` and the timer of :attr:`deadlines`."""
 
     def __init__(
-        self, core: EngineCoreClient, admission: AdmissionSettings, retries: RetryPolicy | None = None
+        self,
+        core: EngineCoreClient,
+        admission: AdmissionSettings,
+        retries: RetryPolicy | None = None,
+        limiter: Limiter | None = None,
     ) -> None:
         self.core = core
         self._session = core.session
@@ -71,6 +77,7 @@ class RequestDesk:
         self.resubmissions: Resubmissions = Resubmissions(core, self.admission, retries)
         self.request_timeouts: int = 0
         self.account: RequestAccount = RequestAccount()
+        self.charges: Charges = Charges(self.account, limiter)
         self.audience: set[Parker] = set()  # of those who wait without a request, and must hear of the session's end
         self._ends_awaited = 0
         self._ends = anyio.Event()
@@ -184,12 +191,14 @@ class RequestDesk:
         fields: RequestFields,
         timeouts: Timeouts | None = None,
         started_s: float = 0.0,
+        charge: Charge | None = None,
     ) -> Completions:
         """Check, register and send one request, with all its completions. Synchronous: it is owned when this returns.
-        (A prompt that was text has it as an attribute.)
+        (A prompt that was text has it as an attribute.) ``charge``: on which it goes; ``None``: one of its own.
 
         Raises:
             RequestRejected: bad input; nothing was sent.
+            QuotaExceededError: the limiter refuses it; nothing was sent.
             EngineDeadError: the engine died, or the client is closed; no part of it is left in another.
         """
         request = self.builder.build(prompt, params, label, fields)
@@ -197,12 +206,15 @@ class RequestDesk:
         completions = self._completions(request, params, timed=timed)
         states = completions.states
         asked = facts_of(request, prompt, fields)
+        account = charge or self.charges.open(request, fields, params.n)
         for state in states:
-            state.asked, state.weights, state.account = asked, self._processor.weights, self.account
+            state.asked, state.weights, state.account = asked, self._processor.weights, account
         try:
             for child, state in zip(children_of(request, params.n), states, strict=True):
                 self._add(child, state, prompt)
         except BaseException:
+            if charge is None:
+                account.settle()  # first: what is aborted now has used nothing
             self.abort(states)
             raise
         self.builder.note_sent(request)
@@ -217,15 +229,18 @@ class RequestDesk:
         """:meth:`send` for a request that generates nothing: where its result will be, and the length of its prompt.
 
         Raises:
-            RequestRejected: bad input; nothing was sent.
-            EngineDeadError: the engine died, or the client is closed.
+            RequestRejected, QuotaExceededError, EngineDeadError: see :meth:`send`.
         """
         request = self.builder.build(prompt, params, label, fields)
         state = PooledRequestState(
             request.request_id, request.external_req_id or "", make_parker(), clock=self._processor.clock
         )
-        state.asked, state.account = facts_of(request, prompt, fields), self.account
-        self._add(request, state, prompt)
+        state.asked, state.account = facts_of(request, prompt, fields), self.charges.open(request, fields)
+        try:
+            self._add(request, state, prompt)
+        except BaseException:
+            state.account.settle()
+            raise
         return state, num_prompt_tokens(request)
 
     def unsent(self, params: SamplingParams, label: str | None) -> Completions:
@@ -252,16 +267,18 @@ class RequestDesk:
         fields: RequestFields,
         parker: Parker,
     ) -> Completion:
-        """Where the one answer to ``request`` goes, which is sent by whoever calls."""
+        """Where the one answer to ``request`` goes, which is sent by whoever calls, or its account is settled.
+
+        Raises:
+            QuotaExceededError: the limiter refuses it.
+        """
         builder, length = self.builder, num_prompt_tokens(request)
-        state = _make_state(request, parker, params, length, self._processor.clock, timed=False)
-        state.asked, state.weights, state.account = (
-            facts_of(request, prompt, fields),
-            self._processor.weights,
-            self.account,
-        )
+        state = make_state(request, parker, params, length, self._processor.clock, timed=False)
+        state.asked, state.weights = facts_of(request, prompt, fields), self._processor.weights
         decode = builder.token_texts if params.detokenize else None
-        return Completion(0, state, params, builder.detokenizer(request, params), length, decode)
+        completion = Completion(0, state, params, builder.detokenizer(request, params), length, decode)
+        state.account = self.charges.open(request, fields)
+        return completion
 
     def _completions(self, request: EngineCoreRequest, params: SamplingParams, *, timed: bool) -> Completions:
         builder, parker, woken = self.builder, make_parker(), deque[int]()
@@ -270,7 +287,7 @@ class RequestDesk:
         for index, child in enumerate(children_of(request, params.n)):
             detokenizer = builder.detokenizer(request, params)
             waker = parker if params.n == 1 else ChildParker(index, parker, woken)
-            state = _make_state(child, waker, params, length, self._processor.clock, timed=timed)
+            state = make_state(child, waker, params, length, self._processor.clock, timed=timed)
             if params.stop and detokenizer is not None:
                 state.stopper = Stopper(params, detokenizer)
             found.append(Completion(index, state, params, detokenizer, length, decode))
@@ -372,27 +389,6 @@ class RequestDesk:
             parker.wake()
         session.told_everyone()
         self._look()  # who waits for ends looked when the session ended, which was before these
-
-
-def _make_state(
-    request: EngineCoreRequest,
-    parker: Parker,
-    params: SamplingParams,
-    num_prompt_tokens: int,
-    clock: BatchClock,
-    *,
-    timed: bool,
-) -> RequestState:
-    """Where the outputs of a request go: the plain one, unless it asks for more than tokens."""
-    wire_id, label = request.request_id, request.external_req_id or ""
-    if wants_scores(params):
-        scored = TimedScoredRequestState if timed else ScoredRequestState
-        state: RequestState = scored(wire_id, label, parker, params, num_prompt_tokens, clock=clock)
-    else:
-        state = (TimedRequestState if timed else RequestState)(wire_id, label, parker, clock=clock)
-    if params.stream_interval is not None:
-        state.interval = params.stream_interval
-    return state
 
 
 def _length(prompt: object) -> int:

@@ -199,13 +199,18 @@ class InputSession:
                 self._rank = desk.core.add(request, consumer)
             except BaseException:
                 self._first = self._consumer = None
+                _settle(answer)
                 raise
             keep_open(True)
         else:
             consumer = self._consumer
             request.request_id = self._first.request_id
             answer = desk.completion(request, prompt, params, self._fields, consumer.parker)
-            desk.core.add_part(request, self._rank)
+            try:
+                desk.core.add_part(request, self._rank)
+            except BaseException:
+                _settle(answer)
+                raise
         answer.state.rank = self._rank
         self._num_tokens += len(prompt)
         consumer.add(answer.state)
@@ -303,6 +308,12 @@ class InputSession:
         if isinstance(own, RequestError):
             own.request_id = self._label
         return own
+
+
+def _settle(answer: Completion) -> None:
+    """It was not sent."""
+    assert answer.state.account is not None
+    answer.state.account.settle()
 
 
 def _check(params: SamplingParams) -> None:

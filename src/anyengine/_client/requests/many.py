@@ -25,6 +25,7 @@ from anyengine.exceptions import EngineAsleepError, EngineError, OverloadedError
 from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind, SamplingParams
 
+from .charges import Charge
 from .desk import RequestDesk
 from .fan_out import Completions
 from .state import RequestState
@@ -70,6 +71,7 @@ class RequestGroup(Generic[Answer]):
         ordered: bool,
         concurrency: int | None,
         on_error: Literal["raise", "collect"],
+        charge: Charge | None = None,
     ) -> None:
         if isinstance(prompts, str) or not isinstance(prompts, Iterable):
             raise ValueError(f"prompts must be several prompts, not one {type(prompts).__name__}: use generate()")
@@ -81,7 +83,7 @@ class RequestGroup(Generic[Answer]):
         self._todo = _paired(prompts, params)
         self._put_back: tuple[int, tuple[Prompt, SamplingParams]] | None = None
         self._all_sent = False
-        self._label, self._fields, self._limits_s = label, fields, limits_s
+        self._label, self._fields, self._limits_s, self._charge = label, fields, limits_s, charge
         self._ordered, self._concurrency, self._collects = ordered, concurrency, on_error == "collect"
         self._streams: dict[int, RequestStream] = {}  # in flight, or ended and not looked at
         self._sent: dict[int, Completions] = {}
@@ -266,6 +268,7 @@ class RequestGroup(Generic[Answer]):
             limits_s=self._limits_s,
             nowait=bool(self._streams),
             on_end=partial(self._mailbox.note, index),
+            charge=self._charge,
         )
         try:
             self._sent[index] = await stream.start()

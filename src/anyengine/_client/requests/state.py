@@ -20,7 +20,7 @@ from anyengine._wire import EngineCoreOutput, PrefillStats, Tensor, finish_reaso
 from anyengine.exceptions import EngineError, RequestFailed
 from anyengine.outputs import PrefillUsage, RequestFacts
 
-from .account import RequestAccount
+from .account import Account
 from .details import DetailCollector
 from .stopping import Stopper
 
@@ -108,7 +108,7 @@ class RequestState(_TouchedByEachToken):
         self.token_ids: list[int] | None = None
         self.taken: list[int] = []
         """What has been taken of the tokens; its consumer's own list."""
-        self.account: RequestAccount | None = None
+        self.account: Account | None = None
         """Where it is counted when it has ended; ``None``: nowhere, since it was never sent."""
         self.asked: RequestFacts = _NO_FACTS
         """What is known of the request before it is sent."""

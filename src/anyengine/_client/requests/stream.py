@@ -23,6 +23,7 @@ from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind, SamplingParams
 
 from .admission import Ticket
+from .charges import Charge
 from .completion import Completion
 from .deadlines import Timeouts
 from .desk import RequestDesk
@@ -52,6 +53,7 @@ class RequestStream(StreamViews):
         limits_s: Mapping[str, float | None] = MappingProxyType({}),
         nowait: bool = False,
         on_end: Callable[[], None] | None = None,
+        charge: Charge | None = None,
     ) -> None:
         self._find_desk = desk
         self._desk: RequestDesk | None = None  # of the session that the request was sent in
@@ -59,18 +61,15 @@ class RequestStream(StreamViews):
         self._prompt = prompt
         self._params = params
         self._fields = fields
-        self._limits_s = limits_s
-        self._nowait = nowait
-        self._on_end = on_end
+        self._limits_s, self._nowait = limits_s, nowait
+        self._on_end, self._charge = on_end, charge
         self._label = request_id
         self._ticket: Ticket | None = None
         self._abort_asked = False
         self._completions: Completions | None = None
         self._gather = params.output_kind is OutputKind.FINAL_ONLY
         self._one: Completion | None = None  # the only one, while its items are taken as they come
-        self._owned_by_block = False
-        self._busy = False
-        self._over = False
+        self._owned_by_block = self._busy = self._over = False
         self._error: EngineError | None = None
 
     @property
@@ -131,7 +130,7 @@ class RequestStream(StreamViews):
 
         Raises:
             RequestRejected: bad input; nothing was sent.
-            OverloadedError: an admission limit is reached; nothing was sent.
+            OverloadedError: an admission limit is reached, or a quota; nothing was sent.
             EngineAsleepError: the engine is paused or asleep; nothing was sent.
             RequestTimeout: one of its time limits passed before it could be sent.
             EngineDeadError: the engine died, or the client is closed.
@@ -187,7 +186,8 @@ class RequestStream(StreamViews):
         if aborted:
             completions = desk.unsent(self._params, self._label)
         else:
-            completions = desk.send(prepared, self._params, self._label, self._fields, timeouts, started_s)
+            asked = (prepared, self._params, self._label, self._fields)
+            completions = desk.send(*asked, timeouts, started_s, self._charge)
         self._completions = completions
         self._desk, self._session = desk, desk.core.session
         self._label = completions.states[0].label
