@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -261,3 +262,9 @@ def test_buckets_that_make_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         TokenBuckets(**wrong)
     assert isinstance(TokenBuckets(), Limiter)
+
+
+def test_a_refusal_travels() -> None:
+    error = QuotaExceededError("no", tenant="acme", retry_after_s=2.5, request_id="r")
+    for twin in (pickle.loads(pickle.dumps(error)), error.for_waiter()):
+        assert (twin.tenant, twin.retry_after_s, twin.reason, twin.request_id) == ("acme", 2.5, "quota", "r")

@@ -291,15 +291,12 @@ class OverloadedError(RequestError):
 
 class QuotaExceededError(OverloadedError):
     """A limiter has refused the request before it was sent: ``tenant`` (``None``: none was named) has used too many
-    tokens lately. ``reason`` is ``"quota"``; ``retry_after_s`` is when there will be enough, if nobody else takes them,
-    or ``None`` if time alone does not help."""
+    tokens. ``retry_after_s``: when it has enough again, if it asks for nothing else; ``None``: time does not help."""
 
     code = "quota_exceeded"
 
-    def __init__(
-        self, message: str, *, tenant: str | None = None, retry_after_s: float | None = None, **request: Any
-    ) -> None:
-        super().__init__(message, reason="quota", retry_after_s=retry_after_s, **request)
+    def __init__(self, message: str, *, tenant: str | None = None, **overload: Any) -> None:
+        super().__init__(message, **{"reason": "quota", **overload})
         self.tenant = tenant
 
 
@@ -318,10 +315,8 @@ class UtilityError(EngineError):
 
 
 class UtilityRejected(UtilityError, ValueError):
-    """A call that would hurt the engine, or that it does not have: refused before anything was sent.
-
-    ``parameter``, ``value`` and ``remedy`` say what to change.
-    """
+    """A call that would hurt the engine, or that it does not have: refused before anything was sent. ``parameter``,
+    ``value`` and ``remedy`` say what to change."""
 
     code = "utility_rejected"
     status = 400

@@ -11,8 +11,18 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
+from recording_limiter import RecordingLimiter
 
-from anyengine import BeamSearchParams, EngineClient, RequestFailed, RequestRejected
+from anyengine import (
+    BeamSearchParams,
+    EngineClient,
+    Limiter,
+    QuotaExceededError,
+    RequestFailed,
+    RequestRejected,
+    TokenBuckets,
+    TokenQuota,
+)
 from anyengine._process.task_child import TaskHost
 from anyengine._transport.memory import MemoryLink
 from anyengine.config import InMemoryEngine
@@ -87,9 +97,11 @@ def everything(max_tokens: int, penalty: float, *, ignore_eos: bool) -> list[tup
     return [(list(tokens), total) for tokens, total, _ in found]
 
 
-async def search(params: BeamSearchParams, *, max_logprobs: int = 20, **options: Any) -> Any:
+async def search(
+    params: BeamSearchParams, *, max_logprobs: int = 20, limiter: Limiter | None = None, **options: Any
+) -> Any:
     with anyio.fail_after(30):
-        async with EngineClient(engine=serve(**options), shutdown_grace_s=0) as client:
+        async with EngineClient(engine=serve(**options), limiter=limiter, shutdown_grace_s=0) as client:
             limits = client.core.session.connection.limits
             limits[0] = msgspec.structs.replace(limits[0], max_logprobs=max_logprobs)
             client._entered_desk().builder.take_limits(limits[0])
@@ -153,3 +165,30 @@ async def test_what_goes_wrong_ends_the_search() -> None:
             BeamSearchParams(**{"beam_width": 2, "max_tokens": 2, **bad})
     with pytest.raises(RequestRejected, match="logprobs"):  # more than the engine allows
         await search(BeamSearchParams(beam_width=20, max_tokens=4))
+
+
+@pytest.mark.feature("R58")
+@pytest.mark.parametrize(("failing_at", "bill"), [(None, (2, 7)), (3, (2, 4))])
+async def test_a_search_is_one_request_to_a_limiter(failing_at: int | None, bill: tuple[int, int]) -> None:
+    """One step of one beam, and two of three; its prompt counts once."""
+    limiter = RecordingLimiter()
+    params = BeamSearchParams(beam_width=3, max_tokens=3, ignore_eos=True)
+    if failing_at is None:
+        await search(params, limiter=limiter)
+    else:
+        with pytest.raises(RequestFailed):
+            await search(params, limiter=limiter, failing_at=failing_at)
+    assert limiter.bills() == [bill]
+    (demand,) = limiter.reserved
+    assert (demand.request_id, demand.prompt_tokens, demand.max_completion_tokens) == ("label", 2, 9)
+
+
+@pytest.mark.feature("R58")
+async def test_a_search_beyond_the_quota_is_refused_as_a_whole() -> None:
+    buckets = TokenBuckets(TokenQuota(capacity_tokens=11, refill_tokens_per_s=0))
+    await search(BeamSearchParams(beam_width=3, max_tokens=3, ignore_eos=True), limiter=buckets)
+    assert buckets.available_tokens(None) == 2
+    with pytest.raises(QuotaExceededError, match=r"5 tokens \(2 of prompt, up to 3 of output\)"):
+        await search(BeamSearchParams(beam_width=1, max_tokens=3), limiter=buckets)
+    with pytest.raises(RequestRejected, match="waiting does not help"):
+        await search(BeamSearchParams(beam_width=3, max_tokens=4), limiter=buckets)
