@@ -14,6 +14,7 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+from recording_limiter import RecordingLimiter
 
 from anyengine import (
     ClientState,
@@ -182,12 +183,13 @@ def _engines(fault: Fault, make: Callable[[Script], ScriptedEngine], *, neighbou
 
 
 async def _run(seen: Visit, scripted: Sequence[ScriptedEngine], *, neighbour: bool) -> Visit:
-    fault = seen.fault
+    fault, limiter = seen.fault, RecordingLimiter()
     client = EngineClient(
         engine=[one.engine for one in scripted],
         shutdown_grace_s=0.05,
         startup_timeout_s=0.4 if fault.do in LIVING and _in_startup(fault) else 60.0,
         liveness_timeout_s=1.0 if fault.do in LOOPING else None,
+        limiter=limiter,
     )
     last: RequestStream | None = None
     started = False
@@ -211,6 +213,7 @@ async def _run(seen: Visit, scripted: Sequence[ScriptedEngine], *, neighbour: bo
     except EngineDeadError as exc:
         seen.expect(not started, f"the block raised {exc!r}")
     seen.fired = _has_fired(scripted[0])
+    seen.violations += limiter.faults()
     return seen
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import anyio
 import anyio.lowlevel
 from hypothesis import strategies as st
+from recording_limiter import RecordingLimiter
 
 from anyengine import (
     ClientClosedError,
@@ -232,7 +233,8 @@ async def run_program(program: Program) -> list[str]:
     """Run it; what was wrong with it, and with what it left."""
     finished: set[str] = set()
     engines = [ExploredEngine(finished) for _ in range(program.ranks)]
-    client = EngineClient(engine=[engine.settings() for engine in engines], liveness_timeout_s=None)
+    limiter = RecordingLimiter()
+    client = EngineClient(engine=[engine.settings() for engine in engines], liveness_timeout_s=None, limiter=limiter)
     run = Run(program, client)
     with warnings.catch_warnings(), anyio.fail_after(20), Ledger() as ledger:
         warnings.simplefilter("ignore", ResourceWarning)  # dropped streams are part of the game
@@ -250,7 +252,7 @@ async def run_program(program: Program) -> list[str]:
     if client.state is not ClientState.CLOSED:
         run.faults.append(f"the client was left {client.state}")
     run.faults += [f"an engine was left with {sorted(engine.running)}" for engine in engines if engine.running]
-    return run.faults + ledger.settle(finished)
+    return run.faults + ledger.settle(finished) + limiter.faults()
 
 
 async def _still_works(client: EngineClient) -> list[str]:

@@ -16,6 +16,7 @@ from incarnations import Incarnations
 from recording_limiter import RecordingLimiter
 
 from anyengine import (
+    EncodeError,
     EngineClient,
     EngineDeadError,
     EngineError,
@@ -34,6 +35,11 @@ from anyengine import (
     TokenQuota,
     Usage,
 )
+from anyengine._client.requests.account import RequestAccount
+from anyengine._client.requests.charges import Charges
+from anyengine._client.requests.state import RequestState
+from anyengine._client.session.wakeup import make_parker
+from anyengine._wire import EngineCoreRequest, WireSamplingParams
 from anyengine.sync import SyncEngineClient
 from anyengine.testing.scripted import Fault, RequestRule, Script, ScriptedTwin
 
@@ -238,6 +244,29 @@ async def test_a_request_that_is_sent_in_part_has_used_nothing() -> None:
             assert limiter.bills() == [(0, 0)] and limiter.reserved[0].max_completion_tokens == 18
 
 
+async def test_what_cannot_be_put_on_the_wire_has_used_nothing() -> None:
+    """Which is found out last."""
+    limiter, scripted = RecordingLimiter(), ScriptedTwin(Script(tasks=("generate", "embed"), requests=RULES))
+    unsendable: dict[str, Any] = {"reasoning_parser_kwargs": {"x": object()}}
+    with anyio.fail_after(30):
+        async with EngineClient(engine=scripted.engine, limiter=limiter) as client:
+            with pytest.raises(RequestRejected, match="reasoning_parser_kwargs"):
+                await client.submit([1], SamplingParams(max_tokens=2, n=2), **unsendable)
+            with pytest.raises(RequestRejected, match="reasoning_parser_kwargs"):
+                await client.encode([1], PoolingParams(task="embed"), **unsendable)
+            async with client.input_session(FOUR, **unsendable) as session:
+                with pytest.raises(EncodeError, match="reasoning_parser_kwargs"):
+                    await session.send([1])
+            kwargs: dict[str, Any] = {}
+            async with client.input_session(FOUR, reasoning_parser_kwargs=kwargs) as session:
+                await session.send([SILENT])
+                kwargs.update(unsendable["reasoning_parser_kwargs"])
+                with pytest.raises(EncodeError, match="reasoning_parser_kwargs"):
+                    await session.send([SILENT])
+            assert limiter.bills() == [(0, 0)] * 4 + [(1, 0)]
+    assert len(scripted.received("add")) == 1
+
+
 async def test_a_retry_is_the_same_request() -> None:
     limiter = RecordingLimiter()
     with anyio.fail_after(30):
@@ -288,6 +317,22 @@ async def test_a_group_goes_at_the_pace_of_its_quota() -> None:
             assert sorted(index for index, _ in got) == list(range(10))
             assert limiter.bills() == [(1, 3)] * 10
             assert client.statistics()["rejections_quota"] > 0
+
+
+@pytest.mark.parametrize(("attempts", "first", "bill"), [(1, "end", (3, 0)), (0, "end", (0, 0)), (1, "settle", (0, 0))])
+async def test_a_charge_is_settled_by_whichever_comes_first(attempts: int, first: str, bill: tuple[int, int]) -> None:
+    """The end of its request, which may have waited for an engine all its life, or whoever could not send it."""
+    limiter, account = RecordingLimiter(), RequestAccount()
+    request = EngineCoreRequest("r-1", [1, 2, 3], sampling_params=WireSamplingParams(max_tokens=4), external_req_id="r")
+    charge = Charges(account, limiter).open(request, {})
+    state = RequestState("r-1", "r", make_parker())
+    state.account, state.attempts = charge, attempts
+    if first == "settle":
+        charge.settle()
+    state.aborted()
+    charge.settle()
+    assert limiter.bills() == [bill]
+    assert account.totals([0], [])[0].ended == {"abort": 1}
 
 
 class Broken:

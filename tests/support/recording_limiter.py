@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from anyengine import Limiter, TokenBuckets, TokenDemand, Usage
 
 __all__ = ["RecordingLimiter"]
@@ -21,7 +23,14 @@ class RecordingLimiter:
         self.settled.append((demand, usage))
         self.inner.settle(demand, usage)
 
+    def faults(self) -> list[str]:
+        """What is wrong when all has ended: each request is settled exactly once, for no more than was reserved."""
+        times = Counter(id(demand) for demand, _ in self.settled)
+        wrong = [demand for demand in self.reserved if times.pop(id(demand), 0) != 1]
+        wrong += [one for one, usage in self.settled if id(one) in times or usage.total_tokens > one.max_total_tokens]
+        return [f"not settled once, with what was reserved: {demand}" for demand in wrong]
+
     def bills(self) -> list[tuple[int, int]]:
-        """Prompt and completion tokens of each request, in the order of their ends; each was settled exactly once."""
-        assert sorted(id(demand) for demand, _ in self.settled) == sorted(map(id, self.reserved))
+        """Prompt and completion tokens of each request, in the order of their ends."""
+        assert self.faults() == []
         return [(usage.prompt_tokens, usage.completion_tokens) for _, usage in self.settled]
