@@ -39,6 +39,7 @@ __all__ = [
     "STRUCTURED_RULES",
     "check_bias",
     "check_constraints",
+    "check_foreign",
     "check_repetition",
     "check_together",
 ]
@@ -110,6 +111,25 @@ SAMPLING_RULES: Final[dict[str, Rule]] = {
     "trace_decode_token_ids": integers(optional=True),
     "watermarking": flag(optional=True),
 }
+
+
+_FOREIGN: Final = {
+    "best_of": "use n and take the answer with the best cumulative_logprob (logprobs=0), or EngineClient.beam_search()",
+    "top_p_decay": "use a fixed top_p, or min_p, which follows each distribution",
+    "no_repeat_ngram_size": "use repetition_penalty or frequency_penalty; or repetition_detection, which ends it",
+    "early_stopping": "use EngineClient.beam_search(), whose BeamSearchParams have max_tokens to end a search",
+}
+
+
+def check_foreign(values: Mapping[str, Any]) -> None:
+    """Refuse sampling parameters of other engines that have no meaning here: ignored, they would be missed.
+
+    Raises:
+        RequestRejected: there is one, whatever its value.
+    """
+    for name, remedy in _FOREIGN.items():
+        if name in values:
+            reject(name, values[name], "is a parameter of other engines", remedy)
 
 
 def check_together(params: Any, prefix: str = "") -> None:

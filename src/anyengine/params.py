@@ -3,14 +3,14 @@
 Owns names and defaults, and the checking of a whole record (an engine checks nothing: a bad value ends it). Everything
 is refused here, by :class:`~anyengine.exceptions.RequestRejected`, before anything is sent. The rules themselves are
 in ``_param_rules``, since they hold on the wire too. The records are frozen, and keep copies of what they are given.
-Must not know the wire. Names and defaults are those of vLLM 0.33.0, but for ``output_kind``.
+Must not know the wire. Names and defaults are those of vLLM 0.33.0, but for ``output_kind`` and ``stop_regex``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 
@@ -24,9 +24,11 @@ from anyengine._param_rules import (
     SAMPLING_RULES,
     STRUCTURED_RULES,
     check_constraints,
+    check_foreign,
     check_repetition,
     check_together,
 )
+from anyengine._pattern_rules import stop_patterns
 from anyengine._rules import Rule, apply_rules, record, reject
 
 __all__ = [
@@ -93,14 +95,26 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True):
         check_repetition(self)
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class _SamplingParamsType(msgspec.StructMeta):
+    """Of :class:`SamplingParams`: a name of another engine's is refused in words that help."""
+
+    if not TYPE_CHECKING:  # a checker takes the parameters from the fields only where nothing stands before them
+
+        def __call__(self, *args: Any, **values: Any) -> Any:
+            check_foreign(values)
+            return super().__call__(*args, **values)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_SamplingParamsType):
     """How to generate. Sequences are kept as tuples and mappings as copies: later changes by the caller have no effect.
 
     Normalised: a temperature between 0 and 0.01 becomes 0.01 (0 itself is greedy), ``seed=-1`` and
-    ``thinking_token_budget=-1`` become ``None``, one stop string a tuple of one.
+    ``thinking_token_budget=-1`` become ``None``, one stop string or pattern a tuple of one.
 
     Raises:
-        RequestRejected: a value of the wrong type, out of range, or in contradiction to another.
+        RequestRejected: a value of the wrong type, out of range, or in contradiction to another; or a parameter of
+            another engine's, such as ``best_of``, that has no meaning here.
+        TypeError: a name that is nobody's.
     """
 
     n: int = 1
@@ -114,6 +128,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float = 0.0
     seed: int | None = None
     stop: Sequence[str] = ()
+    stop_regex: Sequence[str] = ()
+    """Regular expressions of Python's ``re``, beside ``stop``: the output ends with the first character at which some
+    part of its text, up to it, is matched as a whole, and the longest such part is the match. So ``a+`` ends it at the
+    first ``a``. No pattern may match the empty text, or ask what follows (lookaheads, ``$``, ``\\b`` behind its
+    beginning). ``stop_reason`` is the pattern. The engine knows nothing of it. Needs the package ``regex``."""
     stop_token_ids: Sequence[int] = ()
     bad_words: Sequence[str] = ()
     ignore_eos: bool = False
@@ -158,6 +177,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             if getattr(self, name) == -1:
                 msgspec.structs.force_setattr(self, name, None)
         check_together(self)
+        if self.stop_regex and not self.detokenize:
+            remedy = "use detokenize=True, or stop_token_ids"
+            reject("stop_regex", self.stop_regex, "needs the text of the output", remedy)
 
     @classmethod
     def from_optional(cls, **values: Any) -> Self:
@@ -220,6 +242,7 @@ def _output_kind(name: str, value: Any) -> OutputKind:
 
 _SAMPLING_RULES: Final[dict[str, Rule]] = {
     **SAMPLING_RULES,
+    "stop_regex": stop_patterns(),
     "output_kind": _output_kind,
     "structured_outputs": record(StructuredOutputsParams),
     "repetition_detection": record(RepetitionDetectionParams),

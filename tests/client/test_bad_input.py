@@ -61,6 +61,7 @@ BAD_PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"n": 0}, "n"),
     ({"n": 2, "temperature": 0.0}, "n"),
     ({"stop": [""]}, "stop"),
+    ({"stop_regex": ["("]}, "stop_regex"),
     ({"seed": "x"}, "seed"),
 ]
 

@@ -53,13 +53,14 @@ async def asked(
 
 async def text_side(model_dir: str) -> None:
     params = SamplingParams(
-        max_tokens=2, stop=["x"], bad_words=["fox"], skip_special_tokens=False, spaces_between_special_tokens=False,
-        output_kind=CUMULATIVE, stream_interval=2, include_stop_str_in_output=True, flat_logprobs=True, n=2,
+        max_tokens=2, stop=["x"], stop_regex=["y"], bad_words=["fox"], skip_special_tokens=False,
+        spaces_between_special_tokens=False, output_kind=CUMULATIVE, stream_interval=2, include_stop_str_in_output=True,
+        flat_logprobs=True, n=2,
     )  # fmt: skip
     add, _ = await asked(params, model_dir=model_dir)
     never = {
-        "stop", "bad_words", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind",
-        "stream_interval", "include_stop_str_in_output", "flat_logprobs", "n",
+        "stop", "stop_regex", "bad_words", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+        "output_kind", "stream_interval", "include_stop_str_in_output", "flat_logprobs", "n",
     }  # fmt: skip
     assert not never & add[3].keys()
     assert add[3]["_bad_words_token_ids"]

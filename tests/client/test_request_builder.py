@@ -60,6 +60,7 @@ def build(made: RequestBuilder, prompt: Any = (1, 2, 3), params: Any = None, **f
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # the engine's arguments, parameters, which is refused
     ({}, {"stop": ["x"]}, "stop"),  # there is no text without a tokenizer
+    ({}, {"stop_regex": ["x"]}, "stop_regex"),
     ({}, {"n": 2, "seed": 2**63 - 1}, "seed"),
     ({}, {"stop_token_ids": [400]}, "stop_token_ids"),
     ({}, {"allowed_token_ids": [400]}, "allowed_token_ids"),

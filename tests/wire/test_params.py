@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from anyengine import compat
 from anyengine.exceptions import EngineError, RequestRejected
 from anyengine.params import (
     LateChunkingParams,
@@ -37,6 +38,12 @@ BAD_SAMPLING: list[tuple[str, list[Any], str]] = [
     ("min_p", [-0.1, 1.1, NAN, None], "at least 0 and at most 1"),
     ("seed", [1.5, "7", True, 2**63, -(2**63) - 1], "int"),
     ("stop", ["", ["a", ""], [1], 5, b"a", {"a": 1}], "none of them empty"),
+    ("stop_regex", ["", ["a", ""], [1], 5, b"a"], "none of them empty"),
+    ("stop_regex", ["(a", "a**", "(?L)a", r"\p{L}", "a{99999999999}"], "re.compile()"),
+    ("stop_regex", ["a*", "(a|)", r"\b", "^", "(?<=a)", "(a?)" + r"\1"], "needs a character"),
+    ("stop_regex", ["END$", r"END\Z", "(?:a|b$)", "(?m)a$"], r"such as \n"),
+    ("stop_regex", ["a(?=b)", "(?:x|a(?!b))", "(?=a)a"], "a part of the match"),
+    ("stop_regex", [r"END\b", r"a\Bb", r"(?:\bEND){2}", r"(?:a|\bb)?\bc"], "at the beginning only"),
     ("stop_token_ids", [[-1], [1.0], [True], ["a"], "12", 7, [2**64]], "ints of at least 0"),
     ("bad_words", ["", ["a", ""], [None], 5], "none of them empty"),
     ("bad_words", [["a"] * 129], "at most 128"),
@@ -105,6 +112,8 @@ def test_every_sampling_parameter_has_a_bad_value_in_the_table() -> None:
         ({"min_tokens": 3, "max_tokens": 2}, "min_tokens", 3, "max_tokens=2"),
         ({"n": 2, "temperature": 0}, "n", 2, "n=1 or a temperature above 0"),
         ({"stop": "a", "detokenize": False}, "stop", ("a",), "detokenize=True"),
+        ({"stop_regex": "a", "detokenize": False}, "stop_regex", ("a",), "detokenize=True"),
+        ({"stop_regex": ["a", "b("]}, "stop_regex", "b(", "re.compile()"),
         ({"logit_bias": {"5": 1.0}}, "logit_bias key", "5", "int"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias key", -1, "at least 0"),
         ({"logit_bias": {5: "much"}}, "logit_bias[5]", "much", "finite number"),
@@ -192,6 +201,8 @@ def test_normalisation() -> None:
     assert not SamplingParams(temperature=0.001).greedy
     assert SamplingParams(seed=-1).seed is None
     assert SamplingParams(stop="END").stop == ("END",)
+    assert SamplingParams(stop_regex="a+").stop_regex == ("a+",)
+    assert SamplingParams(stop_regex=None).stop_regex == ()  # type: ignore[arg-type]
     assert SamplingParams(stop=None).stop == ()  # type: ignore[arg-type]  # as requests of OpenAI's API have it
     assert isinstance(SamplingParams(temperature=1).temperature, float)
     assert StructuredOutputsParams(choice=["a", "b"]).choice == ("a", "b")
@@ -230,6 +241,30 @@ def test_later_changes_by_the_caller_have_no_effect() -> None:
     assert params.extra_args == {"k": {"deep": [1]}}
     assert params.structured_outputs is not None
     assert params.structured_outputs.json == {"properties": {"a": {}}}
+
+
+@pytest.mark.feature("R35")
+def test_a_bad_pattern_is_refused_with_the_position() -> None:
+    with pytest.raises(RequestRejected, match=r"missing \), unterminated subpattern at position 3"):
+        SamplingParams(stop_regex="abc(d")
+
+
+@pytest.mark.feature("R35")
+@pytest.mark.parametrize("kind", [SamplingParams, compat.SamplingParams])
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("best_of", 3, "use n and take"),
+        ("top_p_decay", 0.9, "min_p"),
+        ("no_repeat_ngram_size", 2, "repetition_detection"),
+        ("early_stopping", True, "BeamSearchParams"),
+    ],
+)
+def test_parameters_of_other_engines_are_never_ignored(kind: Any, name: str, value: Any, remedy: str) -> None:
+    refused(lambda: kind(**{name: value}), name, value, remedy)
+    refused(lambda: kind.from_optional(**{name: value}), name, value, remedy)
+    with pytest.raises(TypeError, match="nobodys"):
+        kind(nobodys=1)
 
 
 def test_records_are_frozen_comparable_and_replaceable() -> None:

@@ -45,6 +45,7 @@ def test_the_output_side_stays_here() -> None:
     params = SamplingParams(
         n=3,
         stop=["END"],
+        stop_regex=["E+ND"],
         include_stop_str_in_output=True,
         skip_special_tokens=False,
         spaces_between_special_tokens=False,

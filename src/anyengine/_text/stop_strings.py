@@ -49,7 +49,7 @@ class StopText:
         self._stop = stop
         self._include = include
         self._min_tokens = min_tokens
-        self._keep = max(map(len, stop)) - 1  # what of the text a match that is still to come may begin with
+        self._keep = max(map(len, stop), default=1) - 1  # what of the text a match that is still to come may begin with
         self._hold = 0 if include else self._keep
         self._text = ""  # from the offset _start on
         self._start = 0
@@ -59,7 +59,7 @@ class StopText:
         self._ends: deque[int] = deque()  # offsets of the ends of tokens that have not been given entirely
         self._num_open = 0  # tokens, behind those of _ends, that have no certain text yet
         self.matched: str | None = None
-        """The stop string that ended the output."""
+        """The stop string (or pattern) that ended the output."""
 
     def push(self, token_ids: Sequence[int], *, last_is_silent: bool = False) -> int:
         """Take tokens; how many of them belong to the output: all, or those up to the one that completes a match.
@@ -122,20 +122,21 @@ class StopText:
         self._note_end(piece)
         return False
 
-    def _find(self, text: str, searched: int) -> tuple[str, int] | None:
-        """The match that ends first, of those that end behind ``searched``, and where it begins."""
-        best: tuple[str, int] | None = None
+    def _find(self, text: str, searched: int) -> tuple[str, int, int] | None:
+        """The match that ends first, of those that end behind ``searched``: its name, begin and end."""
+        best: tuple[str, int, int] | None = None
         best_end = len(text) + 1
         for stop in self._stop:
             begin = text.find(stop, max(searched - len(stop) + 1, 0), best_end)
             if begin != -1 and begin + len(stop) < best_end:
-                best, best_end = (stop, begin), begin + len(stop)
+                best_end = begin + len(stop)
+                best = stop, begin, best_end
         return best
 
-    def _cut(self, stop: str, begin: int) -> None:
+    def _cut(self, stop: str, begin: int, end: int) -> None:
         self.matched = stop
         self._text += self._inner.finish()  # a run of bytes, if the match ends in one: it is certain now
-        self._text = self._text[: begin + len(stop) if self._include else begin]
+        self._text = self._text[: end if self._include else begin]
         self._ends.clear()
         self._num_open = 0
 

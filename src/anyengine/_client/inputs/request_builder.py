@@ -18,7 +18,7 @@ import msgspec
 from anyengine._client.engines.model_info import ModelInfo, model_info
 from anyengine._protocol import EngineLimits, check_prompt, num_prompt_tokens, output_budget
 from anyengine._rules import a_type, reject
-from anyengine._text import Detokenizer, Tokenizer, settle_structured_outputs, tokenize_bad_words
+from anyengine._text import Detokenizer, Tokenizer, compile_pattern, settle_structured_outputs, tokenize_bad_words
 from anyengine._wire import (
     EngineCoreReadyResponse,
     EngineCoreRequest,
@@ -265,7 +265,7 @@ class RequestBuilder:
             )
         num_tokens, embeds = num_prompt_tokens(request), request.prompt_embeds is not None
         check_sampling(params, limits, num_prompt_tokens=num_tokens, embeds=embeds)
-        if params.stop:
+        if params.stop or params.stop_regex:
             self._check_stop(params)
         bad_words_token_ids = tokenize_bad_words(self.tokenizer, params.bad_words) if params.bad_words else ()
         params, backend = self._constrained(params)
@@ -282,16 +282,20 @@ class RequestBuilder:
         )
 
     def _check_stop(self, params: SamplingParams) -> None:
-        """Stop strings need text; and there is none of them in a replay, which ends with its tokens."""
+        """Stop strings and patterns need text; and there is none of them in a replay, which ends with its tokens."""
+        name = "stop" if params.stop else "stop_regex"
+        value = getattr(params, name)
         if self._tokenizer is None:
             raise RequestRejected(
-                f"stop={params.stop!r:.200}: there is no text to find it in, since the client has no tokenizer",
-                parameter="stop",
-                value=params.stop,
+                f"{name}={value!r:.200}: there is no text to find it in, since the client has no tokenizer",
+                parameter=name,
+                value=value,
                 remedy="use stop_token_ids; or describe the engine with a model_dir",
             )
         if params.trace_decode_token_ids is not None:
-            reject("stop", params.stop, "cannot end a replay", "leave it out, or trace_decode_token_ids")
+            reject(name, value, "cannot end a replay", "leave it out, or trace_decode_token_ids")
+        for pattern in params.stop_regex:
+            compile_pattern(pattern)
 
     def _constrained(self, params: SamplingParams) -> tuple[SamplingParams, str]:
         if params.structured_outputs is None:

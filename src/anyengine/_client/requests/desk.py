@@ -288,7 +288,7 @@ class RequestDesk:
             detokenizer = builder.detokenizer(request, params)
             waker = parker if params.n == 1 else ChildParker(index, parker, woken)
             state = make_state(child, waker, params, length, self._processor.clock, timed=timed)
-            if params.stop and detokenizer is not None:
+            if (params.stop or params.stop_regex) and detokenizer is not None:
                 state.stopper = Stopper(params, detokenizer)
             found.append(Completion(index, state, params, detokenizer, length, decode))
         return Completions(found, parker, woken)

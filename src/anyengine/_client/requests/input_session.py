@@ -324,6 +324,8 @@ def _check(params: SamplingParams) -> None:
     """
     if params.n > 1:
         reject("n", params.n, "is not possible where the prompt comes in parts", "use n=1")
+    if params.stop_regex:
+        reject("stop_regex", params.stop_regex, "is not possible where the prompt comes in parts", "use stop_token_ids")
     if params.stop:
         reject("stop", params.stop, "is not possible where the prompt comes in parts", "use stop_token_ids")
     if params.output_kind is OutputKind.FINAL_ONLY:

@@ -1,14 +1,14 @@
-"""Stop strings between the engine and the consumer: the text of outputs as they arrive, and where it ends.
+"""Stop strings and patterns between the engine and the consumer: the text of outputs as they arrive, and where it ends.
 
 Owns what a match does to an engine's output: surplus tokens go, and its finish reason is ours. Only requests with stop
-strings have one, since they alone are detokenized before anybody asks for their text.
+strings or patterns have one, since they alone are detokenized before anybody asks for their text.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from anyengine._text import Detokenizer, StopText
+from anyengine._text import Detokenizer, PatternText, StopText
 from anyengine._wire import EngineCoreOutput, FinishReason
 from anyengine.params import SamplingParams
 
@@ -18,13 +18,18 @@ _STOP: Final = FinishReason.STOP
 
 
 class Stopper:
-    """The text of one request with stop strings. Owned by its state; the stream takes from it."""
+    """The text of one request with stop strings or patterns. Owned by its state; the stream takes from it."""
 
     __slots__ = ("_include", "_pieces", "_text")
 
     def __init__(self, params: SamplingParams, detokenizer: Detokenizer) -> None:
         self._include = params.include_stop_str_in_output
-        self._text = StopText(detokenizer, params.stop, include=self._include, min_tokens=params.min_tokens)
+        least = params.min_tokens
+        self._text = (
+            PatternText(detokenizer, params.stop, params.stop_regex, include=self._include, min_tokens=least)
+            if params.stop_regex
+            else StopText(detokenizer, params.stop, include=self._include, min_tokens=least)
+        )
         self._pieces: list[str] = []
 
     @property
