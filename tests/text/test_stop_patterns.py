@@ -176,6 +176,7 @@ def test_only_what_may_become_a_match_is_held_back() -> None:
         (r"(?m)^END", "xEND\nEND", "xEND\n", "xEND\nEND"),
         (r"^END", "x\nEND", "x\nEND", "x\nEND"),
         (r"\bEND", "xEND END", "xEND ", "xEND END"),
+        (".+?(?<!a)b", "za b", "", "za b"),  # a lazy repeat may take more than what stands there
         ("(?x) E N D  # the end", "an END", "an ", "an END"),
         ("x{e<=1}", "yx{e<=1}", "y", "yx{e<=1}"),  # fuzzy, to the package that searches
         ("[[:alpha:]]x", "ax:]x", "ax", "ax:]x"),  # a POSIX class, to the same
@@ -194,6 +195,15 @@ def test_the_earliest_of_all_wins_and_a_string_at_a_tie() -> None:
     assert given_out(["bc"], ["b."], "abcd")[1] == "bc"
     assert given_out(["cd"], ["d"], "abcd")[1] == "cd"
     assert given_out(["ab"], ["b."], "abcd")[1] == "ab"
+
+
+def test_an_atomic_match_does_not_depend_on_the_tokens() -> None:
+    """The pattern matches `h`, and nothing in `he`: the output ends there, although one token brings both."""
+    tokenizer = built("byte_level")
+    (token,) = tokenizer.encode("he", add_special_tokens=False)
+    for ids in ([token], ids_of_bytes(tokenizer, b"he")):
+        text = PatternText(tokenizer.detokenizer([]), [], ["(?>he|h)(?<=h)"])
+        assert (text.push(ids), text.matched, text.take(finished=True)) == (1, "(?>he|h)(?<=h)", "")
 
 
 @pytest.mark.parametrize("length", [100, 10_000])
