@@ -230,19 +230,11 @@ class RequestFailed(RequestError):
 
     code: str = "request_failed"
     status: int = 500
+    missing_hashes: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        code: str | None = None,
-        retryable: bool = False,
-        missing_hashes: tuple[str, ...] = (),
-        **request: Any,
-    ) -> None:
+    def __init__(self, message: str, *, code: str | None = None, retryable: bool = False, **request: Any) -> None:
         super().__init__(message, **request)
         self.code = code or type(self).code
-        self.missing_hashes = missing_hashes
         self.retryable = retryable
         self.status = _STATUS_OF_CODES.get(self.code, 503 if retryable else 500)
 
