@@ -96,7 +96,7 @@ class _Bucket:
         self._quota = quota
         self._filled_s = now_s
         self.level: float = quota.capacity_tokens
-        self.num_open = 0
+        self.num_open: int = 0
 
     def refill(self, now_s: float) -> None:
         """Add what has flowed in; a clock that goes backwards adds nothing."""

@@ -81,7 +81,7 @@ class Charges:
     """See the module. Lifetime: one session."""
 
     def __init__(self, account: RequestAccount, limiter: Limiter | None) -> None:
-        self.account = account
+        self.account: RequestAccount = account
         self._limiter = limiter
         self.refusals: int = 0
         """Requests that the limiter has refused."""

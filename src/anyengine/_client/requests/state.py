@@ -45,8 +45,8 @@ class BatchClock:
     __slots__ = ("loop_now_s", "now_s")
 
     def __init__(self) -> None:
-        self.now_s = monotonic()
-        self.loop_now_s = -math.inf
+        self.now_s: float = monotonic()
+        self.loop_now_s: float = -math.inf
 
 
 class _TouchedByEachToken:
@@ -97,11 +97,11 @@ class RequestState(_TouchedByEachToken):
     )
 
     def __init__(self, wire_id: str, label: str, parker: Parker, *, clock: BatchClock | None = None) -> None:
-        self.clock = clock or BatchClock()
-        self.rank = 0
+        self.clock: BatchClock = clock or BatchClock()
+        self.rank: int = 0
         """The rank that runs it."""
-        self.wire_id = wire_id
-        self.attempts = 1
+        self.wire_id: str = wire_id
+        self.attempts: int = 1
         """How often the request has been sent."""
         self.label = label
         self.parker = parker
@@ -117,23 +117,26 @@ class RequestState(_TouchedByEachToken):
         """The label of the weights of each rank, as of its latest batch."""
         self.facts: RequestFacts | None = None
         """What :meth:`make_facts` has made, if it still holds."""
-        self.readable = False
+        self.readable: bool = False
         """Whether the consumer shall be given what has arrived."""
         self.interval = 1
         """How many tokens make an item, after the first."""
-        self.unmarked = 0
+        self.unmarked: int = 0
         """How many tokens have arrived since the last item was due."""
         self.stopper: Stopper | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: EngineError | None = None
         self.prefill: PrefillStats | None = None
-        self.num_preemptions = 0
-        self.is_corrupted = False
+        self.num_preemptions: int = 0
+        self.is_corrupted: bool = False
         self.queued_s: float | None = None
-        self.sent_s = self.latest_token_s = self.ended_s = monotonic()
+        now_s = monotonic()
+        self.sent_s: float = now_s
+        self.latest_token_s: float = now_s
+        self.ended_s: float = now_s
         self.first_token_s: float | None = None
-        self.abort_expected = False
+        self.abort_expected: bool = False
         """Whether this client has asked the engine to end all requests: then their abort is a normal end."""
 
     @property
