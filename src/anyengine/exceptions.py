@@ -190,9 +190,8 @@ class ClientClosedError(EngineDeadError):
 
 
 class RequestError(EngineError):
-    """One request's trouble. ``request_id`` is the caller's label, or ``None`` before one was given.
-
-    ``partial`` holds whatever output had been produced when the error was raised (an output object, or ``None``).
+    """One request's trouble. ``request_id`` is the caller's label, or ``None`` before one was given. ``partial`` holds
+    whatever output had been produced when the error was raised (an output object, or ``None``).
     """
 
     code = "request_error"

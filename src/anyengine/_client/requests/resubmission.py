@@ -130,13 +130,14 @@ class Submission:
                 cause = exc
         if lacking:
             why = "mm_preprocessor gave no data for them" if cause is None else str(cause)
-            raise RequestFailed(
+            error = RequestFailed(
                 f"request {self.label!r} cannot be sent again with the multi-modal items "
                 f"{', '.join(map(repr, lacking))}, which are not in the engine's cache: {why}",
                 code=_CACHE_MISS,
-                missing_hashes=tuple(lacking),
                 request_id=self.label,
-            ) from cause
+            )
+            error.missing_hashes = tuple(lacking)
+            raise error from cause
         self.request = msgspec.structs.replace(self.request, mm_features=filled)
 
     def why_no_data(self, missing: Collection[str]) -> str | None:

@@ -301,13 +301,14 @@ def failed_by_engine(label: str, output: EngineCoreOutput) -> RequestFailed:
     why, code = "it gave no reason", None
     if missing:
         why, code = f"{', '.join(map(repr, missing))} {_NOT_CACHED}", "multimodal_cache_miss"
-    return RequestFailed(
+    error = RequestFailed(
         f"the engine failed request {label!r}: {detail.message if detail else why}",
         code=detail.code if detail else code,
         retryable=detail.retryable if detail else False,
-        missing_hashes=missing,
         request_id=label,
     )
+    error.missing_hashes = missing
+    return error
 
 
 def aborted_by_others(label: str) -> RequestFailed:
