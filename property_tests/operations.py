@@ -19,6 +19,7 @@ from anyengine import (
     RequestGroup,
     RequestStream,
 )
+from anyengine._client.engines.kv_events import KVEventStream
 from anyengine._client.requests.output_batches import OutputBatches
 from anyengine._client.requests.stream_views import TextStream, TokenStream
 from anyengine._client.session.events import ClientEvents
@@ -33,6 +34,7 @@ CLASSES: Final = (
     RequestGroup,
     OutputBatches,
     ClientEvents,
+    KVEventStream,
     TextStream,
     TokenStream,
 )
@@ -48,7 +50,9 @@ SYNCHRONOUS: Final = frozenset(
         "EngineClient.events",
         "EngineClient.generate",
         "EngineClient.generate_many",
+        "EngineClient.get_kv_event_sources",
         "EngineClient.input_session",
+        "EngineClient.kv_events",
         "EngineClient.statistics",
         "EngineClient.stats",
         "EngineCoreClient.abort",
@@ -56,12 +60,15 @@ SYNCHRONOUS: Final = frozenset(
         "EngineCoreClient.add_part",
         "EngineCoreClient.debug_snapshot",
         "EngineCoreClient.events",
+        "EngineCoreClient.get_kv_event_sources",
+        "EngineCoreClient.kv_events",
         "EngineCoreClient.outputs",
         "EngineCoreClient.put",
         "EngineCoreClient.statistics",
         "EngineCoreClient.tell",
         "EngineCoreClient.usable_session",
         "EngineCoreClient.utility_arity",
+        "KVEventStream.close_nowait",
         "RequestGroup.close_nowait",
         "RequestStream.abort",
         "RequestStream.close_nowait",
@@ -170,6 +177,8 @@ ENTRIES: Final[dict[str, list[Operation]]] = {
     **{f"TokenStream.{name}": [] for name in ("__aexit__", "__anext__", "aclose")},
     "RequestStream.start": [Operation("start a stream", steps.start_a_stream, immediate=True)],
     "ClientEvents.__anext__": [Operation("follow a life", steps.follow_a_life, shielded=True)],
+    # Its socket is a real one, whose turns nobody can count: tests/client/test_kv_events.py cancels it.
+    **{f"KVEventStream.{name}": [] for name in ("__aenter__", "__aexit__", "__anext__", "aclose")},
     "OutputBatches.__anext__": [],  # with a session of the core
 }
 """By member; what is not here and needs no arguments is called as it is."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ._client.core_client import EngineCoreClient
     from ._client.disaggregation import PrefillDecodePair
     from ._client.engines.health import ClientHealth, HealthLevel, RankHealth
+    from ._client.engines.kv_events import KVEventStream
     from ._client.engines.model_info import ModelInfo
     from ._client.inputs.multimodal import MultiModalPreprocessor, MultiModalPrompt
     from ._client.inputs.prompts import EmbedsPrompt, Prompt
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         CurrentState,
         EEPNotification,
         FaultStatus,
+        KVEventBatch,
         LeastLoaded,
         RankChanged,
         RankLoad,
@@ -62,10 +64,14 @@ if TYPE_CHECKING:
         parse_output,
     )
     from ._wire import (
+        AllBlocksCleared,
+        BlockRemoved,
+        BlockStored,
         EngineCoreOutput,
         EngineCoreOutputs,
         EngineCoreReadyResponse,
         EngineCoreRequest,
+        KVEventsConfig,
         KvHintAction,
         KvHintsEnvelope,
         MultiModalFeatureSpec,
@@ -142,8 +148,11 @@ if TYPE_CHECKING:
     from .policies import RestartPolicy, RetryPolicy
 
 __all__ = [
+    "AllBlocksCleared",
     "Balancer",
     "BeamSearchParams",
+    "BlockRemoved",
+    "BlockStored",
     "ChatParser",
     "ChatPrompt",
     "ClientClosedError",
@@ -183,6 +192,9 @@ __all__ = [
     "InheritedEngine",
     "InputSession",
     "JsonToolParser",
+    "KVEventBatch",
+    "KVEventStream",
+    "KVEventsConfig",
     "KilledProcess",
     "KvHintAction",
     "KvHintsEnvelope",
@@ -283,6 +295,7 @@ _HOMES = {
         "_client.session.debugging": ("DebugSnapshot",),
         "_client.session.events": ("ClientEvents",),
         "_client.engines.health": ("ClientHealth", "HealthLevel", "RankHealth"),
+        "_client.engines.kv_events": ("KVEventStream",),
         "_client.engines.model_info": ("ModelInfo",),
         "_client.operations": ("PauseMode",),
         "_client.inputs.multimodal": ("MultiModalPreprocessor", "MultiModalPrompt"),
@@ -302,6 +315,7 @@ _HOMES = {
             "CurrentState",
             "EEPNotification",
             "FaultStatus",
+            "KVEventBatch",
             "LeastLoaded",
             "RankChanged",
             "RankLoad",
@@ -324,10 +338,14 @@ _HOMES = {
         ),
         "_client.parsers": ("output_parser",),
         "_wire": (
+            "AllBlocksCleared",
+            "BlockRemoved",
+            "BlockStored",
             "EngineCoreOutput",
             "EngineCoreOutputs",
             "EngineCoreReadyResponse",
             "EngineCoreRequest",
+            "KVEventsConfig",
             "KvHintAction",
             "KvHintsEnvelope",
             "MultiModalFeatureSpec",

@@ -32,6 +32,7 @@ from anyengine.exceptions import (
 from anyengine.policies import RestartPolicy
 
 from .engines.engine_info import EngineInfo
+from .engines.kv_events import KVEventSources
 from .engines.rank_choice import choose_rank
 from .requests.output_batches import BatchConsumer, OutputBatches
 from .session.closing import ShutdownReport
@@ -44,7 +45,7 @@ from .session.settings import SessionSettings
 __all__ = ["EngineCoreClient"]
 
 
-class EngineCoreClient(EngineInfo):
+class EngineCoreClient(EngineInfo, KVEventSources):
     """One client of one engine core, or of several, in one task group.
 
     Use it as ``async with EngineCoreClient(...) as core:``. Construction touches no event loop. The output drain runs

@@ -11,11 +11,12 @@ from typing import Any
 
 from anyengine._protocol import ClientState
 from anyengine._rules import mapping
-from anyengine._wire import EngineCoreRequest, WireSamplingParams
+from anyengine._wire import EngineCoreRequest, KVEventsConfig, WireSamplingParams
 from anyengine.exceptions import EngineError
 
 from .adapters import Adapters
 from .core_client import EngineCoreClient
+from .engines.kv_events import KVEventStream
 
 __all__ = ["VLLMNames"]
 
@@ -51,6 +52,14 @@ class VLLMNames(Adapters):
         """Whether the engine was started to send spans (``otlp_traces_endpoint``)."""
         args: Any = getattr(self._core.engines[0], "args", {})
         return isinstance(args, Mapping) and args.get("otlp_traces_endpoint") is not None
+
+    def get_kv_event_sources(self) -> dict[int, KVEventsConfig]:
+        """Which ranks publish KV cache events, and how; see :meth:`EngineCoreClient.get_kv_event_sources`."""
+        return self._core.get_kv_event_sources()
+
+    def kv_events(self, rank: int = 0, *, endpoint: str | None = None) -> KVEventStream:
+        """What a rank's KV cache takes in and drops; see :meth:`EngineCoreClient.kv_events`."""
+        return self._core.kv_events(rank, endpoint=endpoint)
 
     async def checkpoint_prepare(self) -> None:
         """Have every worker get ready for a checkpoint of its process."""

@@ -6,6 +6,7 @@ from .balancing import Balancer, LeastLoaded, RankLoad, SessionAffinity, balance
 from .connection import Connection, Frames, checked_ids, num_prompt_tokens
 from .events import DeadSentinel, EEPNotification, Event, FaultStatus, MalformedMessage, UtilityReply
 from .handshake import EngineHandshake, FrontendHandshake, HandshakeStage
+from .kv_events import KVEventBatch, KVEventReader
 from .life import Life
 from .life_events import ClientEvent, ClientState, CurrentState, RankChanged, RankState, StateChanged
 from .multimodal_cache import cache_key, lacks_data, with_data
@@ -31,6 +32,8 @@ __all__ = [
     "Frames",
     "FrontendHandshake",
     "HandshakeStage",
+    "KVEventBatch",
+    "KVEventReader",
     "LeastLoaded",
     "Life",
     "MalformedMessage",

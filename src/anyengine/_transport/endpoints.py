@@ -24,7 +24,7 @@ from anyengine._transport.zmq_socket import ZmqSocket
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Endpoints", "Listeners", "beside", "open_endpoints"]
+__all__ = ["Endpoints", "Listeners", "beside", "is_local_address", "open_endpoints"]
 
 _ROUTER_OPTIONS = {
     zmq.SNDHWM: 0,
@@ -56,7 +56,7 @@ class Listeners:
     def exposed(self) -> list[str]:
         """The addresses that other hosts can reach."""
         places = (self.handshake, self.inputs, self.outputs)
-        return list(dict.fromkeys(place for place in places if isinstance(place, str) and not _is_local(place)))
+        return list(dict.fromkeys(place for place in places if isinstance(place, str) and not is_local_address(place)))
 
 
 class Endpoints:
@@ -147,7 +147,8 @@ def beside(handshake: str, *, inputs: str | None, outputs: str | None, advertise
     return Listeners(inputs or default("i"), outputs or default("o"), handshake, advertise_host)
 
 
-def _is_local(address: str) -> bool:
+def is_local_address(address: str) -> bool:
+    """Whether only this host can reach the address."""
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     if address.startswith("ipc://") or host in ("localhost", "lo"):
         return True

@@ -40,6 +40,16 @@ from .handshake import (
     decode_init,
     encode_handshake,
 )
+from .kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    KVEventMessage,
+    KVEventsConfig,
+    decode_kv_events,
+    read_kv_events_config,
+)
 from .methods import HARMFUL, HARMFUL_IN_WORKERS, METHODS, OTHER_METHODS
 from .multimodal import MultiModalFeatureSpec, MultiModalField, MultiModalFieldElem, PlaceholderRange
 from .outputs import (
@@ -93,6 +103,9 @@ __all__ = [
     "SUBSCRIBE",
     "UNSUBSCRIBE",
     "AbortRequests",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
     "Dialect",
     "EngineAddresses",
     "EngineCoreEvent",
@@ -108,6 +121,9 @@ __all__ = [
     "HandshakeHello",
     "HandshakeInit",
     "HandshakeReady",
+    "KVEvent",
+    "KVEventMessage",
+    "KVEventsConfig",
     "KvHintAction",
     "KvHintsEnvelope",
     "LoadPublication",
@@ -143,6 +159,7 @@ __all__ = [
     "decode_client_message",
     "decode_handshake",
     "decode_init",
+    "decode_kv_events",
     "decode_publication",
     "decode_ready",
     "dialect_for",
@@ -158,6 +175,7 @@ __all__ = [
     "newer_than_known",
     "pooling_to_wire",
     "rank_of",
+    "read_kv_events_config",
     "sampling_to_wire",
     "select_dialect",
 ]

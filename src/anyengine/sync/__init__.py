@@ -10,7 +10,7 @@ It is :class:`~anyengine.EngineClient` in an event loop of its own, in a thread 
 from __future__ import annotations
 
 from .client import ClientOptions, SyncEngineClient
-from .groups import SyncClientEvents, SyncInputSession, SyncRequestGroup
+from .groups import SyncClientEvents, SyncInputSession, SyncKVEventStream, SyncRequestGroup
 from .operations import SyncEngineOperations
 from .stream_views import SyncParsedStream, SyncStreamView, SyncTextStream, SyncTokenStream
 from .streams import SyncRequestStream
@@ -21,6 +21,7 @@ __all__ = [
     "SyncEngineClient",
     "SyncEngineOperations",
     "SyncInputSession",
+    "SyncKVEventStream",
     "SyncParsedStream",
     "SyncRequestGroup",
     "SyncRequestStream",

@@ -33,7 +33,7 @@ from anyengine.policies import RestartPolicy, RetryPolicy
 
 from .client_thread import Backend, ClientThread
 from .groups import SyncRequestGroup
-from .methods import blocking, calling, conversing, following, gathering, streaming, submitting
+from .methods import blocking, calling, conversing, following, gathering, streaming, submitting, subscribing
 from .operations import SyncEngineOperations
 from .streams import SyncRequestStream
 
@@ -271,6 +271,14 @@ class SyncEngineClient(SyncEngineOperations):
     @following(EngineClient.events)
     def events(self) -> None:
         """Follow the client's life; see :meth:`EngineClient.events`."""
+
+    @subscribing(EngineClient.kv_events)
+    def kv_events(self) -> None:
+        """What a rank's KV cache takes in and drops; see :meth:`EngineClient.kv_events`."""
+
+    @calling(EngineClient.get_kv_event_sources)
+    def get_kv_event_sources(self) -> None:
+        """Which ranks publish KV cache events; see :meth:`EngineClient.get_kv_event_sources`."""
 
     @calling(EngineClient.statistics)
     def statistics(self) -> None:

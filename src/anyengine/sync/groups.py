@@ -1,4 +1,4 @@
-"""What a thread iterates besides streams: request groups, input sessions, events; each over its asynchronous twin.
+"""What a thread iterates besides request streams: groups, input sessions, events; each over its asynchronous twin.
 
 One crossing of threads for each item, which is a whole answer, or rare. Owns the ways out.
 """
@@ -12,18 +12,19 @@ from typing import Generic, Self
 
 import anyio
 
+from anyengine._client.engines.kv_events import KVEventStream
 from anyengine._client.inputs.prompts import Prompt
 from anyengine._client.requests.input_session import InputSession, StreamingInput
 from anyengine._client.requests.many import Answer, RequestGroup
 from anyengine._client.session.events import ClientEvents
-from anyengine._protocol import ClientEvent
+from anyengine._protocol import ClientEvent, KVEventBatch
 from anyengine.exceptions import ClientClosedError
 from anyengine.outputs import RequestOutput
 from anyengine.params import SamplingParams
 
 from .client_thread import ClientThread
 
-__all__ = ["SyncClientEvents", "SyncInputSession", "SyncRequestGroup"]
+__all__ = ["SyncClientEvents", "SyncInputSession", "SyncKVEventStream", "SyncRequestGroup"]
 
 
 class SyncRequestGroup(Generic[Answer]):
@@ -110,6 +111,55 @@ class SyncClientEvents:
                 return self._events.next_nowait()
             return self._thread.call(self._events.__anext__)
         except (StopAsyncIteration, anyio.WouldBlock):  # nothing more will happen
+            raise StopIteration from None
+
+
+class SyncKVEventStream:
+    """An iterator over the changes of a rank's KV cache, and a context manager; see :class:`KVEventStream`."""
+
+    def __init__(self, thread: ClientThread, stream: KVEventStream) -> None:
+        self._thread = thread
+        self._stream = stream
+
+    @property
+    def rank(self) -> int:
+        """See :attr:`KVEventStream.rank`."""
+        return self._stream.rank
+
+    @property
+    def malformed_messages(self) -> int:
+        """See :attr:`KVEventStream.malformed_messages`."""
+        return self._stream.malformed_messages
+
+    def __enter__(self) -> Self:
+        """Subscribe, if that was not done.
+
+        Raises: see :meth:`KVEventStream.__aenter__`.
+        """
+        self._thread.call(self._stream.__aenter__)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the subscription. Idempotent."""
+        if not self._thread.is_foreign:
+            self._thread.call_last(self._stream.close_nowait)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> KVEventBatch:
+        """The next batch; it waits until there is one. An exception of a signal handler ends the wait.
+
+        Raises: see :meth:`KVEventStream.__anext__`, with ``StopIteration`` where it was closed.
+        """
+        try:
+            return self._thread.ask(self._stream.__anext__)
+        except StopAsyncIteration:
             raise StopIteration from None
 
 

@@ -13,6 +13,7 @@ from functools import partial, update_wrapper
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from anyengine._client.client import EngineClient
+from anyengine._client.engines.kv_events import KVEventStream
 from anyengine._client.requests.input_session import InputSession
 from anyengine._client.requests.many import Answer, RequestGroup
 from anyengine._client.requests.stream import RequestStream
@@ -20,7 +21,7 @@ from anyengine._client.session.events import ClientEvents
 
 from .client_thread import ClientThread
 from .contexts import BlockingContext
-from .groups import SyncClientEvents, SyncInputSession, SyncRequestGroup
+from .groups import SyncClientEvents, SyncInputSession, SyncKVEventStream, SyncRequestGroup
 from .streams import SyncRequestStream
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "gathering",
     "streaming",
     "submitting",
+    "subscribing",
 ]
 
 P = ParamSpec("P")
@@ -91,6 +93,11 @@ def conversing(method: Method[P, InputSession]) -> Twin[F, P, SyncInputSession]:
 def following(method: Method[P, ClientEvents]) -> Twin[F, P, SyncClientEvents]:
     """``method``, which is inert, and its events for threads."""
     return _twin(method, lambda thread, bound: SyncClientEvents(thread, bound()))
+
+
+def subscribing(method: Method[P, KVEventStream]) -> Twin[F, P, SyncKVEventStream]:
+    """``method``, which is inert, and its stream for threads."""
+    return _twin(method, lambda thread, bound: SyncKVEventStream(thread, bound()))
 
 
 def _twin(method: Method[P, X], act: Callable[[ClientThread, Callable[[], X]], R]) -> Twin[F, P, R]:

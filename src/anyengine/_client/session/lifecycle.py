@@ -104,6 +104,8 @@ def _release(session: Session, on_report: Callable[[ShutdownReport], None]) -> C
         engine.child.reap()
     on_report(session.closing.report)
     session.feed.discard()
+    for subscription in session.subscriptions:
+        subscription.close()
     session.is_released = True
     session.life.closed()
     return leak_error(session)

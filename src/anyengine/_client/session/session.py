@@ -35,6 +35,7 @@ from anyengine._protocol import (
     balancer_for,
 )
 from anyengine._transport.abc import ClientEndpoints, Message, PeerUnreachable
+from anyengine._transport.subscription import Subscription
 from anyengine._wire import EngineCoreOutputs, EngineCoreReadyResponse, OutputBatch, engine_identity
 from anyengine.config import engine_ranks
 from anyengine.exceptions import (
@@ -100,6 +101,8 @@ class Session:
         """Called when there may be room for a request where there was none."""
         self.notifications: Notifications = Notifications(settings.on_notification, tasks)
         self.closing: Closing = Closing(self)
+        self.subscriptions: set[Subscription] = set()
+        """To what engines publish; read by whoever has them, and closed with the session at the latest."""
         self.running_tasks: Counter[str] = Counter()
         """The tasks of :meth:`own`, by name."""
         self._messages_dropped = 0
