@@ -112,6 +112,8 @@ ENTRIES: Final[dict[str, list[Operation]]] = {
     "EngineClient.complete": [Operation("complete", steps.complete)],
     "EngineClient.embed": [Operation("embed", call("embed", [1]))],
     "EngineClient.encode": [Operation("encode", steps.encode)],
+    "EngineClient.get_status": [Operation("get_status", call("get_status"), immediate=True)],
+    "EngineClient.handle_fault": [],  # a utility call, to engines that were started for it
     "EngineClient.init_weight_transfer_engine": [],  # a collective_rpc, as are those below
     "EngineClient.is_tracing_enabled": [
         Operation("is_tracing_enabled", call("is_tracing_enabled"), immediate=True),

@@ -326,6 +326,7 @@ async def test_limits_of_the_queue_refuse_as_vllm_does(twin: ScriptedTwin, monke
     engine = AsyncLLM(args)
     try:
         engine.check_admission()
+        assert engine.get_kv_event_sources() == {}
         assert (engine.get_num_unfinished_requests(), engine.get_num_queued_tokens()) == (0, 0)
         silent = engine.generate([77, 1, 2], ENDLESS, "silent")
         async with anyio.create_task_group() as tasks:

@@ -27,6 +27,7 @@ from .core_client import EngineCoreClient
 from .engines.engine_limits import common_limits
 from .engines.health import ClientHealth, HealthLevel, examine
 from .engines.model_info import ModelInfo
+from .fault_tolerance import FaultHandling
 from .inputs.model_files import load_model_files
 from .inputs.multimodal import MultiModalPreprocessor, check_hook
 from .inputs.prompts import Prompt
@@ -51,7 +52,7 @@ from .vllm_names import VLLMNames
 __all__ = ["EngineClient"]
 
 
-class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, VLLMNames, StatisticsReports):
+class EngineClient(RequestShortcuts, RequestControl, PoolingShortcuts, FaultHandling, VLLMNames, StatisticsReports):
     """A client of one engine core, or of several, in one task group.
 
     Use it as ``async with EngineClient(...) as client:``, under trio or asyncio. Construction touches no event loop.

@@ -5,6 +5,7 @@ from .admission import EngineLimits, check_prompt, check_prompt_length, check_to
 from .balancing import Balancer, LeastLoaded, RankLoad, SessionAffinity, balancer_for, rank_of_key
 from .connection import Connection, Frames, checked_ids, num_prompt_tokens
 from .events import DeadSentinel, EEPNotification, Event, FaultStatus, MalformedMessage, UtilityReply
+from .faults import FaultBoard, FaultToleranceStatus
 from .handshake import EngineHandshake, FrontendHandshake, HandshakeStage
 from .kv_events import KVEventBatch, KVEventReader
 from .life import Life
@@ -28,7 +29,9 @@ __all__ = [
     "EngineHandshake",
     "EngineLimits",
     "Event",
+    "FaultBoard",
     "FaultStatus",
+    "FaultToleranceStatus",
     "Frames",
     "FrontendHandshake",
     "HandshakeStage",

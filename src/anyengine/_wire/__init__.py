@@ -31,6 +31,7 @@ from .coordinator import (
     encode_start_wave,
 )
 from .dialect import DIALECTS, NEWEST, Dialect, EngineInput, is_engine_dead
+from .fault_tolerance import HANDLE_FAULT, INSTRUCTIONS, FaultToleranceRequest, FaultToleranceResult
 from .handshake import (
     EngineAddresses,
     HandshakeHello,
@@ -95,8 +96,10 @@ __all__ = [
     "EEP_NOTIFICATION_CALL_ID",
     "ENGINE_CORE_DEAD",
     "FAULT_STATUS_CALL_ID",
+    "HANDLE_FAULT",
     "HARMFUL",
     "HARMFUL_IN_WORKERS",
+    "INSTRUCTIONS",
     "METHODS",
     "NEWEST",
     "OTHER_METHODS",
@@ -115,6 +118,8 @@ __all__ = [
     "EngineCoreRequest",
     "EngineInput",
     "EngineRequestError",
+    "FaultToleranceRequest",
+    "FaultToleranceResult",
     "FinishReason",
     "FirstRequest",
     "Frame",

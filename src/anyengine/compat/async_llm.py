@@ -19,7 +19,7 @@ from anyengine._client.inputs.request_fields import GenerateOptions
 from anyengine._protocol import ClientState
 from anyengine._rules import reject
 from anyengine._text import Tokenizer
-from anyengine._wire import KvHintsEnvelope
+from anyengine._wire import KVEventsConfig, KvHintsEnvelope
 from anyengine.config import EngineSettings
 from anyengine.exceptions import EngineDeadError
 from anyengine.params import LoRARequest, PoolingParams
@@ -219,6 +219,10 @@ class AsyncLLM:
             EngineDeadError: see :attr:`errored`.
         """
         self._thread.call_now(lambda: check_limits(self._thread.client, n))
+
+    def get_kv_event_sources(self) -> dict[int, KVEventsConfig]:
+        """Which ranks publish KV cache events; see :meth:`EngineClient.get_kv_event_sources`."""
+        return self._thread.call_now(lambda: self._thread.client.get_kv_event_sources())
 
     def get_num_unfinished_requests(self) -> int:
         """How many requests are in flight; each completion counts.

@@ -135,6 +135,14 @@ class SyncEngineOperations:
     def notify_kv_transfer_request_rejected(self) -> None:
         """See :meth:`EngineClient.notify_kv_transfer_request_rejected`."""
 
+    @blocking(EngineClient.handle_fault)
+    def handle_fault(self) -> None:
+        """See :meth:`EngineClient.handle_fault`."""
+
+    @blocking(EngineClient.get_status)
+    def get_status(self) -> None:
+        """See :meth:`EngineClient.get_status`."""
+
     @blocking(EngineClient.is_tracing_enabled)
     def is_tracing_enabled(self) -> None:
         """See :meth:`EngineClient.is_tracing_enabled`."""

@@ -195,3 +195,4 @@ class Burials:
         """The rank has been started again, and is as good as new."""
         self.deaths.pop(rank, None)
         self._dying.pop(rank, None)
+        self._session.faults.forget(rank)

@@ -28,6 +28,8 @@ from anyengine._protocol import (
     Balancer,
     Connection,
     DeadSentinel,
+    FaultBoard,
+    FaultStatus,
     Frames,
     Life,
     MalformedMessage,
@@ -100,6 +102,7 @@ class Session:
         self.on_room: Callable[[], None] = _nothing
         """Called when there may be room for a request where there was none."""
         self.notifications: Notifications = Notifications(settings.on_notification, tasks)
+        self.faults: FaultBoard = FaultBoard(self.ranks)
         self.closing: Closing = Closing(self)
         self.subscriptions: set[Subscription] = set()
         """To what engines publish; read by whoever has them, and closed with the session at the latest."""
@@ -363,6 +366,8 @@ class Session:
                 total = self._messages_dropped
                 _logger.warning("dropped message %d of an engine that cannot be decoded: %s", total, event.error)
         else:
+            if isinstance(event, FaultStatus):
+                self.faults.told(event)
             self.notifications.take(event)
 
     def take_over(self, engine: SupervisedEngine) -> None:

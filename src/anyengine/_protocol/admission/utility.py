@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from anyengine._rules import a_type
-from anyengine._wire import HARMFUL, HARMFUL_IN_WORKERS, METHODS, OTHER_METHODS, Dialect
+from anyengine._wire import HANDLE_FAULT, HARMFUL, HARMFUL_IN_WORKERS, METHODS, OTHER_METHODS, Dialect
 from anyengine.exceptions import UtilityRejected
 
 from .limits import EngineLimits
 
 __all__ = ["check_utility"]
 
-_FAULT_TOLERANCE = "handle_fault_tolerance"
 _SURE = "if you are sure, unchecked=True sends it all the same"
 
 
@@ -49,7 +48,7 @@ def _check_name(method: str, dialect: Dialect, limits: EngineLimits) -> None:
         _refuse("method", method, "is private to the engine", _SURE)
     if (why := HARMFUL.get(method)) is not None:
         _refuse("method", method, f"must not be called: {why}", _SURE)
-    if method == _FAULT_TOLERANCE and limits.fault_tolerance is not True:
+    if method == HANDLE_FAULT and limits.fault_tolerance is not True:
         problem = "leaves an engine deaf that was not started with fault tolerance"
         _refuse("method", method, problem, f"start it with enable_fault_tolerance=True; {_SURE}")
     if limits.known_methods_only and method not in OTHER_METHODS and dialect.utility_arity(method) is None:
