@@ -19,6 +19,7 @@ from anyengine._rules import Rule, reject, strings
 __all__ = ["PatternFacts", "read_pattern", "stop_patterns"]
 
 _NAME: Final = "stop_regex"
+_MOST, _MOST_CHARS = 16, 1000  # each takes some time at every token, and a millisecond and more to be compiled
 _LOOKS: Final = (_constants.ASSERT, _constants.ASSERT_NOT)
 _REPEATS: Final = (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT)
 _COMMITS: Final = (_constants.ATOMIC_GROUP, _constants.POSSESSIVE_REPEAT)
@@ -40,11 +41,13 @@ class PatternFacts(NamedTuple):
 
 def stop_patterns() -> Rule:
     """A tuple of patterns; one str counts as a sequence of one, ``None`` as an empty one."""
-    rule = strings()
+    rule = strings(most=_MOST)
 
     def checked(name: str, value: Any) -> tuple[str, ...]:
         patterns: tuple[str, ...] = rule(name, value)
         for pattern in patterns:
+            if len(pattern) > _MOST_CHARS:
+                reject(_NAME, pattern, f"has {len(pattern)} characters", f"use at most {_MOST_CHARS}")
             read_pattern(pattern)
         return patterns
 

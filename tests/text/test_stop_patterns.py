@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from itertools import pairwise
+from time import thread_time
 from typing import Any
 
 import pytest
@@ -17,6 +19,13 @@ from anyengine.exceptions import RequestRejected
 from anyengine.params import SamplingParams
 
 pytestmark = pytest.mark.feature("R35")
+
+
+def no_time() -> float:
+    """A clock that stands still: searches may take as long as they like."""
+    return 0.0
+
+
 TOKENIZERS = ["byte_level", "byte_fallback", "byte_level_in_sequence", "unigram_metaspace"]
 LETTERS = "abé🦙 \n"
 
@@ -117,7 +126,7 @@ def test_equal_to_a_search_in_the_whole_text(
     name, ids = output
     tokenizer = built(name)
     assume(all("\ufffd" not in decoded(tokenizer, ids[:count]) for count in range(len(ids) + 1)))  # broken characters
-    text = PatternText(tokenizer.detokenizer([]), stop, some, include=include, min_tokens=min_tokens)
+    text = PatternText(tokenizer.detokenizer([]), stop, some, clock=no_time, include=include, min_tokens=min_tokens)
     found, seen = streamed(text, ids, cuts)
     expected = naive(tokenizer, ids, stop, some, include, min_tokens)
     assert found == expected
@@ -134,9 +143,9 @@ def test_an_escaped_text_is_a_stop_string(
 ) -> None:
     tokenizer = built(output[0])
     rules: dict[str, Any] = {"include": include, "min_tokens": min_tokens}
-    found, _ = streamed(
-        PatternText(tokenizer.detokenizer([]), [], [re.escape(s) for s in stop], **rules), output[1], cuts
-    )
+    escaped = [re.escape(s) for s in stop]
+    text = PatternText(tokenizer.detokenizer([]), [], escaped, clock=no_time, **rules)
+    found, _ = streamed(text, output[1], cuts)
     expected, _ = streamed(StopText(tokenizer.detokenizer([]), stop, **rules), output[1], cuts)
     matched = None if expected[2] is None else re.escape(expected[2])
     assert found == (expected[0], expected[1], matched)
@@ -145,7 +154,7 @@ def test_an_escaped_text_is_a_stop_string(
 def given_out(stop: list[str], some: list[str], data: str, **rules: Any) -> tuple[list[str], str | None]:
     """What each byte token gives, and the rest; and what matched."""
     tokenizer = built("byte_level")
-    text = PatternText(tokenizer.detokenizer([]), stop, some, **rules)
+    text = PatternText(tokenizer.detokenizer([]), stop, some, clock=no_time, **rules)
     pieces = []
     for token in ids_of_bytes(tokenizer, data.encode()):
         text.push([token])
@@ -202,14 +211,14 @@ def test_an_atomic_match_does_not_depend_on_the_tokens() -> None:
     tokenizer = built("byte_level")
     (token,) = tokenizer.encode("he", add_special_tokens=False)
     for ids in ([token], ids_of_bytes(tokenizer, b"he")):
-        text = PatternText(tokenizer.detokenizer([]), [], ["(?>he|h)(?<=h)"])
+        text = PatternText(tokenizer.detokenizer([]), [], ["(?>he|h)(?<=h)"], clock=no_time)
         assert (text.push(ids), text.matched, text.take(finished=True)) == (1, "(?>he|h)(?<=h)", "")
 
 
 @pytest.mark.parametrize("length", [100, 10_000])
 def test_what_is_kept_does_not_grow(length: int) -> None:
     tokenizer = built("byte_level")
-    text = PatternText(tokenizer.detokenizer([]), [], [r"(?<=abcd)\n+Q"])
+    text = PatternText(tokenizer.detokenizer([]), [], [r"(?<=abcd)\n+Q"], clock=no_time)
     for token in ids_of_bytes(tokenizer, b"x" * length):
         text.push([token])
         text.take(finished=False)
@@ -218,9 +227,41 @@ def test_what_is_kept_does_not_grow(length: int) -> None:
 
 def test_a_pattern_that_takes_too_long_is_named() -> None:
     tokenizer = built("byte_level")
-    text = PatternText(tokenizer.detokenizer([]), [], ["(a|aa|aaa)+b"])
-    with pytest.raises(ValueError, match=r"\(a\|aa\|aaa\)\+b' took more than 50 ms in \d+ characters"):
+    text = PatternText(tokenizer.detokenizer([]), [], ["(a|aa|aaa)+b"], clock=thread_time)
+    with pytest.raises(ValueError, match=r"\(a\|aa\|aaa\)\+b' takes more than 2 ms for each token .* \d+ characters"):
         text.push(ids_of_bytes(tokenizer, b"a" * 200))
+
+
+@pytest.mark.parametrize(
+    ("num_patterns", "search_ms", "num_tokens"),
+    [(1, 0.9, None), (1, 1.1, 239), (2, 0.45, None), (2, 2.0, 8), (16, 1.0, 1)],
+)
+def test_all_searches_of_an_output_share_its_time(num_patterns: int, search_ms: float, num_tokens: int | None) -> None:
+    """Two searches for each pattern and token: 2 ms are always allowed, and 50 once."""
+    ticks = itertools.count()
+
+    def clock() -> float:  # begin and end of each search
+        return (next(ticks) + 1) // 2 * search_ms / 1000
+
+    tokenizer = built("byte_level")
+    patterns = [f"x{number}" for number in range(num_patterns)]
+    text = PatternText(tokenizer.detokenizer([]), [], patterns, clock=clock)
+    (letter,) = ids_of_bytes(tokenizer, b"a")
+    if num_tokens is None:
+        text.push([letter] * 1000)
+        return
+    text.push([letter] * (num_tokens - 1))
+    with pytest.raises(ValueError, match="takes more than 2 ms for each token"):
+        text.push([letter] * 3)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "words"), [(["a"] * 17, "at most 16"), (["a" * 1001], "1001 characters: use at most 1000")]
+)
+def test_how_many_and_how_long(patterns: list[str], words: str) -> None:
+    SamplingParams(stop_regex=["a" * 1000] * 16)
+    with pytest.raises(RequestRejected, match=words):
+        SamplingParams(stop_regex=patterns)
 
 
 def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

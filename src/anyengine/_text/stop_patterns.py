@@ -21,14 +21,16 @@ from anyengine._text.stop_strings import StopText
 from anyengine.exceptions import RequestRejected
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from anyengine._text.detokenizer import Detokenizer
 
 __all__ = ["PatternText", "StopPattern", "compile_pattern"]
 
-_TIMEOUT_S: Final = 0.05
-"""Of one search: nearly all take microseconds, and the event loop waits meanwhile."""
+_MOST_AT_ONCE_S: Final = 0.05
+_MOST_PER_TOKEN_S: Final = 0.002
+"""What the searches of one output may take, together: so much for each token, and what was not used before, up to the
+other. Nearly all take microseconds, and the event loop waits meanwhile."""
 _NEVER: Final = "\ud800"
 """A lone surrogate, which is in no text that was decoded."""
 _TOKEN: Final = re.compile(
@@ -50,22 +52,6 @@ class StopPattern(NamedTuple):
     """From where on may the text be the beginning of a match? Has partial matches only."""
     num_chars_before: int
     """How many characters before a match decide whether it is one, at most."""
-
-    def search(self, compiled: Any, text: str, begin: int, end: int, *, partial: bool = False) -> int | None:
-        """Where the first match in ``text[begin:end]`` begins, as ``compiled``, which is one of these, has it.
-
-        Raises:
-            ValueError: it took too long.
-        """
-        try:
-            match = compiled.search(text, begin, end, partial=partial, timeout=_TIMEOUT_S)
-        except TimeoutError as exc:
-            raise ValueError(
-                f"the search for stop_regex={self.pattern!r:.200} took more than {_TIMEOUT_S * 1000:.0f} ms in "
-                f"{end - begin} characters of the output: use a pattern that does not try the same text in many ways, "
-                "such as repeats in repeats"
-            ) from exc
-        return None if match is None else int(match.start())
 
 
 @lru_cache(maxsize=256)
@@ -120,9 +106,14 @@ def _greedy(match: re.Match[str]) -> str:
 
 
 class PatternText(StopText):
-    """The text of one output with patterns, and perhaps stop strings. At a tie, a stop string wins."""
+    """The text of one output with patterns, and perhaps stop strings. At a tie, a stop string wins. ``clock``: seconds
+    of work, which never go backwards.
 
-    __slots__ = ("_begins", "_keep_for_strings", "_patterns")
+    Raises:
+        ValueError: from all methods that take tokens: the searches take too long.
+    """
+
+    __slots__ = ("_begins", "_clock", "_keep_for_strings", "_left_s", "_patterns")
 
     def __init__(
         self,
@@ -130,6 +121,7 @@ class PatternText(StopText):
         stop: Sequence[str],
         patterns: Sequence[str],
         *,
+        clock: Callable[[], float],
         include: bool = False,
         min_tokens: int = 0,
     ) -> None:
@@ -137,8 +129,11 @@ class PatternText(StopText):
         self._patterns = [compile_pattern(pattern) for pattern in patterns]
         self._begins = [0] * len(patterns)  # offset, for each: no match that is still to come begins before it
         self._keep_for_strings = self._keep
+        self._clock = clock
+        self._left_s = _MOST_AT_ONCE_S
 
     def _add(self, piece: str) -> bool:
+        self._left_s = min(self._left_s + _MOST_PER_TOKEN_S, _MOST_AT_ONCE_S)
         if super()._add(piece):
             return True
         if piece:
@@ -150,14 +145,33 @@ class PatternText(StopText):
         last = len(text) if found is None else found[2] - 1  # where a match may end that comes before it
         for pattern, offset in zip(self._patterns, self._begins, strict=True):
             begin = offset - self._start
-            if pattern.anywhere is not None and pattern.search(pattern.anywhere, text, begin, last) is None:
+            if pattern.anywhere is not None and self._search(pattern, pattern.anywhere, text, begin, last) is None:
                 continue
             for end in range(searched + 1, last + 1):
-                where = pattern.search(pattern.ending, text, begin, end)
+                where = self._search(pattern, pattern.ending, text, begin, end)
                 if where is not None:
                     found, last = (pattern.pattern, where, end), end - 1
                     break
         return found
+
+    def _search(
+        self, pattern: StopPattern, compiled: Any, text: str, begin: int, end: int, *, partial: bool = False
+    ) -> int | None:
+        """Where the first match in ``text[begin:end]`` begins, as one of the forms of ``pattern`` has it."""
+        begun_s = self._clock()
+        try:
+            match = compiled.search(text, begin, end, partial=partial, timeout=max(self._left_s, _MOST_PER_TOKEN_S))
+        except TimeoutError:
+            match, self._left_s = None, 0.0
+        self._left_s -= self._clock() - begun_s
+        if self._left_s < 0:
+            raise ValueError(
+                f"the search for stop_regex={pattern.pattern!r:.200} takes more than "
+                f"{_MOST_PER_TOKEN_S * 1000:.0f} ms for each token (at present in {end - begin} characters of the "
+                "output): use fewer patterns, which do not try the same text in many ways (repeats in repeats) and "
+                "hold back little"
+            )
+        return None if match is None else int(match.start())
 
     def _hold_back(self) -> None:
         """Find out from where on the text may become a match, and what must be kept to see it."""
@@ -165,7 +179,7 @@ class PatternText(StopText):
         held = before = 0
         for index, pattern in enumerate(self._patterns):
             begin = self._begins[index] - self._start
-            where = pattern.search(pattern.beginning, self._text, begin, length, partial=True)
+            where = self._search(pattern, pattern.beginning, self._text, begin, length, partial=True)
             if where is None:
                 where = length
             self._begins[index] = self._start + where

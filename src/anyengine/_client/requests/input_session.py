@@ -186,15 +186,15 @@ class InputSession:
             reject("prompt", len(prompt), f"tokens are too many: the session has room for {room - 1}", "end it")
         request.resumable = True
         if self._first is None or self._consumer is None:
+            parker = self._make_parker()
+            answer = desk.completion(request, prompt, params, self._fields, parker)  # or nothing has happened
             self._desk, self._first, self._label = desk, request, request.external_req_id
             requests = desk.core.session.connection.requests
             keep_open, forget = (
                 partial(requests.keep_open, request.request_id),
                 partial(requests.close, request.request_id),
             )
-            parker = self._make_parker()
             self._consumer = consumer = SessionConsumer(parker, keep_open, forget)  # does not know this object
-            answer = desk.completion(request, prompt, params, self._fields, parker)
             try:
                 self._rank = desk.core.add(request, consumer)
             except BaseException:

@@ -6,6 +6,7 @@ strings or patterns have one, since they alone are detokenized before anybody as
 
 from __future__ import annotations
 
+from time import thread_time
 from typing import Final
 
 from anyengine._text import Detokenizer, PatternText, StopText
@@ -26,7 +27,14 @@ class Stopper:
         self._include = params.include_stop_str_in_output
         least = params.min_tokens
         self._text = (
-            PatternText(detokenizer, params.stop, params.stop_regex, include=self._include, min_tokens=least)
+            PatternText(
+                detokenizer,
+                params.stop,
+                params.stop_regex,
+                clock=thread_time,
+                include=self._include,
+                min_tokens=least,
+            )
             if params.stop_regex
             else StopText(detokenizer, params.stop, include=self._include, min_tokens=least)
         )
