@@ -229,6 +229,19 @@ def test_no_more_tenants_are_remembered_than_are_busy_or_used_last(steps: list[t
         assert all(buckets.available_tokens(str(n)) == 10 for n in range(10) if str(n) not in {*running, *idle})
 
 
+def test_a_quota_of_its_own_is_never_forgotten() -> None:
+    """However many strangers come: a budget without refill stays spent."""
+    budget = TokenQuota(capacity_tokens=10, refill_tokens_per_s=0)
+    buckets = TokenBuckets(budget, {"acme": budget}, max_tenants=2)
+    for tenant in ("acme", *"abcdef"):
+        buckets.reserve(demand(tenant, 10))
+        buckets.settle(demand(tenant, 10), used(10))
+    assert buckets.available_tokens("acme") == 0
+    assert buckets.available_tokens("a") == 10
+    with pytest.raises(ValueError, match="nothing reserved"):
+        buckets.settle(demand("acme", 1), used(1))
+
+
 def test_a_refused_stranger_is_not_remembered() -> None:
     buckets = TokenBuckets(TokenQuota(capacity_tokens=10, refill_tokens_per_s=0))
     with pytest.raises(RequestRejected):

@@ -113,13 +113,13 @@ class TokenBuckets:
     not used flows back when it ends. Requests without a tenant share one bucket. Not for several threads.
 
     Tokens used never exceed the capacity by more than what has flowed in, over any time. Buckets are remembered of all
-    tenants with requests in flight, and of ``max_tenants`` others: those used last. Who is forgotten begins with a full
-    bucket.
+    tenants with a quota of their own or requests in flight, and of ``max_tenants`` others: those used last. Who is
+    forgotten begins with a full bucket: where names are the callers' to invent, ``default`` limits nobody for long.
 
     Args:
         default: the quota of each tenant that has none of its own. ``None``: no limit.
         tenants: quotas by tenant.
-        max_tenants: how many are remembered that have no request in flight.
+        max_tenants: how many others are remembered.
         clock: seconds that never go backwards.
 
     Raises:
@@ -149,7 +149,7 @@ class TokenBuckets:
         self._default = default
         self._max_tenants = max_tenants
         self._clock = clock
-        self._busy: dict[str | None, _Bucket] = {}  # with requests in flight
+        self._busy: dict[str | None, _Bucket] = {}  # with requests in flight, or a quota of their own
         self._idle: OrderedDict[str | None, _Bucket] = OrderedDict()  # used last at the end
 
     def quota(self, tenant: str | None) -> TokenQuota | None:
@@ -199,12 +199,12 @@ class TokenBuckets:
         if self.quota(tenant) is None:
             return
         bucket = self._busy.get(tenant)
-        if bucket is None:
+        if bucket is None or not bucket.num_open:
             raise ValueError(f"settle() for request {demand.request_id!r}: {_named(tenant)} has nothing reserved")
         bucket.refill(self._clock())
         bucket.add(demand.max_total_tokens - usage.total_tokens)
         bucket.num_open -= 1
-        if not bucket.num_open:
+        if not bucket.num_open and tenant not in self._quotas:
             del self._busy[tenant]
             self._idle[tenant] = bucket
             if len(self._idle) > self._max_tenants:

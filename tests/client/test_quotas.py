@@ -20,6 +20,7 @@ from anyengine import (
     EngineClient,
     EngineDeadError,
     EngineError,
+    InputSession,
     OutputProcessingError,
     OverloadedError,
     PoolingParams,
@@ -265,6 +266,36 @@ async def test_what_cannot_be_put_on_the_wire_has_used_nothing() -> None:
                     await session.send([SILENT])
             assert limiter.bills() == [(0, 0)] * 4 + [(1, 0)]
     assert len(scripted.received("add")) == 1
+
+
+async def test_a_session_whose_first_part_is_refused_has_not_begun() -> None:
+    """Whoever iterates hears of the part that is let in later, or of the end."""
+    clock, scripted = Clock(), ScriptedTwin()
+    buckets = TokenBuckets(TokenQuota(capacity_tokens=10, refill_tokens_per_s=1), clock=clock)
+    limiter, items = RecordingLimiter(buckets), list[Any]()
+
+    async def listen(session: InputSession) -> None:
+        items.extend([item async for item in session])
+
+    with anyio.fail_after(30):
+        async with EngineClient(engine=scripted.engine, limiter=limiter) as client:
+            await client.complete([1] * 6, FOUR)
+            async with client.input_session(FOUR) as session, anyio.create_task_group() as tasks:
+                tasks.start_soon(listen, session)
+                await anyio.wait_all_tasks_blocked()
+                for _ in range(2):
+                    with pytest.raises(QuotaExceededError):
+                        await session.send([1] * 4)
+                clock.now_s = 10.0
+                await session.send([1] * 4)
+                session.end()
+            assert [item.num_output_tokens for item in items][-1] == 4
+            async with client.input_session(FOUR) as session:
+                with pytest.raises(QuotaExceededError):
+                    await session.send([1] * 5)
+                session.end()
+                assert [item async for item in session] == []
+            assert limiter.faults() == []
 
 
 async def test_a_retry_is_the_same_request() -> None:
