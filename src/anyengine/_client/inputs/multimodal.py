@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import anyio
-import anyio.to_thread
 import msgspec
 
+from anyengine._client.worker_threads import WorkerThreads
 from anyengine._protocol import cache_key
 from anyengine._rules import a_type, reject
 from anyengine._wire import MultiModalFeatureSpec
@@ -125,7 +125,7 @@ class Preprocessing:
     def __init__(self, hook: MultiModalPreprocessor) -> None:
         self._hook = hook
         # Of its own: a text is not kept waiting for its tokens by others' images.
-        self._threads = anyio.CapacityLimiter(_THREADS)
+        self._threads = WorkerThreads(_THREADS)
 
     async def tokens(self, prompt: MultiModalPrompt) -> MultiModalTokens:
         """The token ids of ``prompt`` with its features. Neither has been held against the model or the prompt.
@@ -146,9 +146,7 @@ class Preprocessing:
 
         Raises, Cancellation: as :meth:`tokens`.
         """
-        return await anyio.to_thread.run_sync(
-            _ask, self._hook, prompt, missing, abandon_on_cancel=True, limiter=self._threads
-        )
+        return await self._threads.run(_ask, self._hook, prompt, missing)
 
 
 def _ask(

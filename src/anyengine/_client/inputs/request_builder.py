@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
-import anyio
-import anyio.to_thread
 import msgspec
 
 from anyengine._client.engines.model_info import ModelInfo, model_info
+from anyengine._client.worker_threads import WorkerThreads
 from anyengine._protocol import EngineLimits, check_prompt, num_prompt_tokens, output_budget
 from anyengine._rules import a_type, reject
 from anyengine._text import Detokenizer, Tokenizer, compile_pattern, settle_structured_outputs, tokenize_bad_words
@@ -75,7 +74,7 @@ class RequestBuilder:
         self._backend: str | None = None
         self._preprocessing = None if mm_preprocessor is None else Preprocessing(mm_preprocessor)
         # Of their own, so that nobody waits behind other threads of the application, nor they behind long prompts.
-        self._threads = anyio.CapacityLimiter(_TOKENIZER_THREADS)
+        self._threads = WorkerThreads(_TOKENIZER_THREADS)
 
     def take_limits(self, limits: EngineLimits) -> None:
         """Go by ``limits``, which are those of every engine, from now on."""
@@ -164,7 +163,7 @@ class RequestBuilder:
         return await self._preprocessing.tokens(prompt)
 
     async def _in_thread(self, work: Callable[..., ResultT], *args: Any) -> ResultT:
-        return await anyio.to_thread.run_sync(work, *args, abandon_on_cancel=True, limiter=self._threads)
+        return await self._threads.run(work, *args)
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
         """See :meth:`EngineClient.default_sampling_params`."""

@@ -22,7 +22,7 @@ from anyengine.exceptions import WrongLoopError
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["EndBell", "Parker", "make_bell", "make_parker", "settle_context"]
+__all__ = ["EndBell", "Parker", "make_bell", "make_caller", "make_parker", "settle_context"]
 
 _ANOTHER_LOOP = "a request stream belongs to the thread and the event loop of its client, and this is another one"
 
@@ -102,18 +102,25 @@ def make_parker() -> Parker:
 def make_bell(parker: Parker) -> Callable[[], None]:
     """What wakes ``parker``, made for the running event loop, from any thread and at any moment: a signal handler or a
     collection may ring. Does nothing once the loop has ended."""
+    call = make_caller()
+    return lambda: call(parker.wake)
+
+
+def make_caller() -> Callable[[Callable[[], object]], None]:
+    """What has a function called in the running event loop, soon, from any thread and at any moment; after the loop's
+    end it does nothing."""
     trio = sys.modules.get("trio")
-    call_soon: Callable[[Callable[[], None]], object]
+    call_soon: Callable[[Callable[[], object]], object]
     if trio is not None and trio.lowlevel.in_trio_task():
         call_soon = trio.lowlevel.current_trio_token().run_sync_soon
     else:
         call_soon = sys.modules["asyncio"].get_running_loop().call_soon_threadsafe
 
-    def ring() -> None:
+    def call(function: Callable[[], object]) -> None:
         with suppress(RuntimeError):  # the loop is closed (trio's RunFinishedError is one, too)
-            call_soon(parker.wake)
+            call_soon(function)
 
-    return ring
+    return call
 
 
 def settle_context(context: Context) -> None:
