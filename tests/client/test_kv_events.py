@@ -195,6 +195,29 @@ async def test_a_publisher_that_listens_at_a_full_address_is_found(publisher: Pu
                 assert (await anext(events)).sequence_number == 0
 
 
+async def test_a_publisher_that_connects_has_one_listener_here() -> None:
+    """A second one would wait for ever: whoever listens gets it all."""
+    with socket_module.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = publishing(f"tcp://127.0.0.1:{port}")
+    with anyio.fail_after(30):
+        async with EngineClient(engine=ScriptedTwin(script).engine, strict=True) as client:
+            async with client.kv_events():
+                with pytest.raises(RequestRejected, match="another stream listens already"):
+                    await anext(client.kv_events())
+            async with client.kv_events():
+                pass
+
+
+async def test_nobody_listens_where_other_hosts_can_reach() -> None:
+    script = publishing("tcp://10.1.2.3:5557")
+    with anyio.fail_after(30):
+        async with EngineClient(engine=ScriptedTwin(script).engine, strict=True) as client:
+            with pytest.raises(RequestRejected, match="does not listen at"):
+                await anext(client.kv_events())
+
+
 async def test_an_address_of_the_caller_needs_no_word_of_the_engine(publisher: Publisher) -> None:
     with anyio.fail_after(30):
         async with EngineClient(engine=ScriptedTwin().engine, strict=True) as client:

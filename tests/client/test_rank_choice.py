@@ -108,7 +108,7 @@ async def test_what_a_strategy_is_told() -> None:
     """Its own requests to the moment; what waits and how full the cache is, as the engine said last."""
     balancer = Scripted(1, 1, 0)
     with anyio.fail_after(60):
-        async with EngineClient(engine=[toy(max_num_seqs=1)] * 2, balancer=balancer) as client:
+        async with EngineClient(engine=[toy(max_num_seqs=1, step_delay_s=0.002)] * 2, balancer=balancer) as client:
             assert isinstance(balancer, Balancer)
             long = SamplingParams(max_tokens=1500)
             async with client.generate([1], long) as running, client.generate([2], long):

@@ -44,15 +44,15 @@ async def search_beams(
     beams = Beams(params, prepared, builder.eos_token_id)
     room = builder.limits.max_model_len - len(prepared)
     num_steps = min(params.max_tokens, max(room, 1))  # of a prompt without room, the first step says so
-    charge = desk.charges.open_search(label, fields, len(prepared), params.beam_width * num_steps)
     step = SamplingParams(
         logprobs=2 * params.beam_width, max_tokens=1, temperature=params.temperature, detokenize=False
     )
     others: Any = {name: value for name, value in fields.items() if name not in ("tokenization_kwargs", "prompt_text")}
-    whole: Any = {"limits_s": {}, "ordered": False, "concurrency": None, "on_error": "raise", "charge": charge}
+    whole: Any = {"limits_s": {}, "ordered": False, "concurrency": None, "on_error": "raise"}
     request = partial(RequestGroup, find_desk, params=step, label=label, fields=others, **whole)
+    charge = desk.charges.open_search(label, fields, len(prepared), params.beam_width * num_steps)
     try:
-        await _extend(beams, num_steps, prepared, request)
+        await _extend(beams, num_steps, prepared, partial(request, charge=charge))
     finally:
         if charge is not None:
             charge.settle()

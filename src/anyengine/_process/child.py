@@ -277,7 +277,7 @@ class ChildProcess:
         """Collect the ended process and close its pipes. Synchronous, idempotent; :meth:`watch` must have ended.
 
         Blocks for the moment that the kernel needs to tear killed processes down, which is bounded; and, if
-        :meth:`wait_orphans` was not called or cut short, for ``orphans_grace_s``.
+        :meth:`wait_orphans` was not called or cut short, for ``orphans_grace_s`` and what that waits for besides.
         """
         self.kill()
         if self._orphans_grace_s:

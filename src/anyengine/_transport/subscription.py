@@ -21,14 +21,13 @@ MAX_QUEUED: Final = 1000
 """Messages that wait to be read. When there are more, libzmq reads no further: the publisher's own queue fills, and
 then it drops what does not fit."""
 
-_MAX_MESSAGE_BYTES: Final = 64 << 20  # a connection with a larger one is cut: a publisher must not fill our memory
-_NOT_OURS: Final = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.ENODEV)
+_MAX_MESSAGE_BYTES: Final = 8 << 20  # a connection with a larger one is cut: a publisher must not fill our memory
 _LOOPBACK: Final = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "localhost": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}  # noqa: S104
 
 
 def publisher_address(endpoint: str, *, is_local: bool) -> tuple[str, bool]:
-    """Where a publisher that is set to ``endpoint`` can be reached, and whether it may be waiting for us to listen
-    there: vLLM's publisher binds what has a wildcard, and connects to the rest. ``is_local``: it is on this host.
+    """Where a publisher that is set to ``endpoint`` can be reached, and whether it waits for us to listen there: vLLM's
+    publisher binds what has a wildcard, and connects to the rest. ``is_local``: it is on this host.
 
     Raises:
         ValueError: it cannot be reached; the text says why.
@@ -49,8 +48,8 @@ def publisher_address(endpoint: str, *, is_local: bool) -> tuple[str, bool]:
 class Subscription:
     """Subscribed to ``topic`` (all topics that begin like it) at ``address``; connects again by itself.
 
-    ``may_listen``: listen there, if nobody does and it is an address of this host; else connect. A publisher that then
-    connects learns of the subscription while the socket is read: libzmq sends it in the reader's call.
+    ``listens``: the publisher connects to us, as a rule: if nobody listens there, we do. It learns of the subscription
+    while the socket is read, since libzmq sends it in the reader's call.
 
     Belongs to the thread that made it. Lifetime: until ``close``.
 
@@ -58,7 +57,8 @@ class Subscription:
         BrokenResourceError: the address cannot be used; the cause is attached.
     """
 
-    def __init__(self, address: str, topic: bytes = b"", *, may_listen: bool = False) -> None:
+    def __init__(self, address: str, topic: bytes = b"", *, listens: bool = False) -> None:
+        self.address: str = address
         self.is_dropped: bool = False
         """Nobody reads it any more, and whoever did could not close it: it was collected."""
         self._context = zmq.Context()
@@ -69,17 +69,18 @@ class Subscription:
             raw.set(zmq.IPV6, int("[" in address))
             raw.set(zmq.SUBSCRIBE, topic)
             self.socket = ZmqSocket(raw)
-            if not (may_listen and self._listens(address)):
+            self.listens: bool = listens and self._bind(address)
+            if not self.listens:
                 self.socket.connect(address)
         except BaseException:
             self._context.destroy(linger=0)
             raise
 
-    def _listens(self, address: str) -> bool:
+    def _bind(self, address: str) -> bool:
         try:
             self.socket.bind(address)
         except BrokenResourceError as exc:
-            if isinstance(exc.__cause__, zmq.ZMQError) and exc.__cause__.errno in _NOT_OURS:
+            if isinstance(exc.__cause__, zmq.ZMQError) and exc.__cause__.errno == errno.EADDRINUSE:
                 return False
             raise
         return True

@@ -77,8 +77,8 @@ class KVEventStream:
     the subscription has reached the publisher, a moment after it is entered (or first iterated); it never ends by
     itself. One task iterates at a time.
 
-    A consumer that is too slow loses messages, and is told so (``missed``); memory is bounded: about a thousand
-    messages wait here, then the publisher's own queue fills, and then it drops what is new.
+    A consumer that is too slow loses messages, and is told so (``missed``): about a thousand wait here, then the
+    publisher's own queue fills, and then it drops what is new.
     """
 
     def __init__(
@@ -262,9 +262,13 @@ class KVEventStream:
         for dropped in [one for one in session.subscriptions if one.is_dropped]:
             session.subscriptions.discard(dropped)
             dropped.close()
-        address, topic, may_listen = _publisher(session, rank, self._endpoint)
+        address, topic, listens = _publisher(session, rank, self._endpoint)
+        if listens and any(one.listens and one.address == address for one in session.subscriptions):
+            problem = f"the publisher of engine {rank} connects to {address}, where another stream listens already"
+            remedy = "follow it with one stream, or have it publish at 'tcp://*:<port>'"
+            raise RequestRejected(problem, parameter="rank", value=rank, remedy=remedy)
         self._session, self._engine = session, session.engines[rank]
-        self._subscription = Subscription(address, topic, may_listen=may_listen)
+        self._subscription = Subscription(address, topic, listens=listens)
         session.subscriptions.add(self._subscription)
 
     def _unsubscribe(self) -> None:
@@ -287,7 +291,7 @@ def _source_of(session: Session, rank: int) -> KVEventsConfig | None:
 
 
 def _publisher(session: Session, rank: int, endpoint: str | None) -> tuple[str, bytes, bool]:
-    """Address and topic of a rank's publisher, and whether it may connect to us instead.
+    """Address and topic of a rank's publisher, and whether it connects to us.
 
     Raises:
         RequestRejected: it has none, or none that can be reached.
@@ -312,9 +316,11 @@ def _publisher(session: Session, rank: int, endpoint: str | None) -> tuple[str, 
     try:
         if config.publisher not in ("zmq", None):
             raise ValueError(f"is of a publisher {config.publisher!r}, which this client does not know")
-        address, may_listen = publisher_address(config.endpoint, is_local=is_ours or is_local_address(inputs))
+        address, listens = publisher_address(config.endpoint, is_local=is_ours or is_local_address(inputs))
+        if listens and not is_local_address(address):  # which nobody has asked this client to open to other hosts
+            raise ValueError("is an address that its publisher connects to, and that this client does not listen at")
     except ValueError as exc:
         where = f"engine {rank} publishes its KV events at {config.endpoint!r}, which {exc}"
-        remedy = "give endpoint='tcp://<its host>:<port>'"
+        remedy = "have it publish at 'tcp://*:<port>', or give endpoint='tcp://<its host, or a forwarder>:<port>'"
         raise RequestRejected(where, parameter="endpoint", value=None, remedy=remedy) from exc
-    return address, topic, may_listen
+    return address, topic, listens

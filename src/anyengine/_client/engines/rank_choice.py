@@ -15,7 +15,7 @@ from anyengine.exceptions import LocalProtocolError
 if TYPE_CHECKING:
     from anyengine._client.session.session import Session
 
-__all__ = ["choose_rank"]
+__all__ = ["choose_rank", "home_rank"]
 
 
 def choose_rank(session: Session, request: EngineCoreRequest) -> int:
@@ -27,9 +27,8 @@ def choose_rank(session: Session, request: EngineCoreRequest) -> int:
         LocalProtocolError: the balancer failed, or chose a rank that it was not offered.
     """
     rota, budget = session.connection.rota, session.send_budget
-    late = None if request.pooling_params is None else request.pooling_params.late_interaction_params
-    if late is not None and rota.serving:
-        return rank_of_key(late.query_key, session.ranks, rota.serving)
+    if (home := home_rank(session, request)) is not None:
+        return home
     ranks = [rank for rank in rota.serving if budget.has_room(rank)] or rota.alive
     if not ranks:
         raise session.down()
@@ -44,6 +43,13 @@ def choose_rank(session: Session, request: EngineCoreRequest) -> int:
             f"the balancer, a {name}, chose rank {chosen}, which was not among those offered: {sorted(loads)}"
         )
     return chosen
+
+
+def home_rank(session: Session, request: EngineCoreRequest) -> int | None:
+    """The only rank that can have ``request``, since what it needs is kept there; ``None``: any."""
+    late = None if request.pooling_params is None else request.pooling_params.late_interaction_params
+    serving = session.connection.rota.serving
+    return rank_of_key(late.query_key, session.ranks, serving) if late is not None and serving else None
 
 
 def _load(session: Session, rank: int) -> RankLoad:

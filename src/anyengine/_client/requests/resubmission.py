@@ -17,6 +17,7 @@ import anyio.lowlevel
 import msgspec
 
 from anyengine._client.core_client import EngineCoreClient
+from anyengine._client.engines.rank_choice import home_rank
 from anyengine._client.inputs.multimodal import DataSource, MultiModalTokens
 from anyengine._protocol import OutputConsumer, continued, lacks_data, why_not_replayed, with_data
 from anyengine._wire import EngineCoreOutput, EngineCoreRequest, EngineRequestError, finish_reason_name
@@ -280,11 +281,15 @@ class Resubmissions:
                 await submission.find_data(missing)
             except EngineError as exc:
                 self._give_up(submission, exc)
+            except Exception as exc:  # noqa: BLE001 - rule 5: what a hook made of it may do anything
+                what = f"request {submission.label!r} cannot be sent again: {exc!r}"
+                self._give_up(submission, RequestFailed(what, code=_CACHE_MISS, request_id=submission.label))
         while self._waits(state):
             try:
                 await anyio.lowlevel.checkpoint()
                 await self._wait_rank(rank)
-                await self._session.send_budget.wait_room(rank)
+                only = home_rank(self._session, submission.request) if rank is None else rank
+                await self._session.send_budget.wait_room(only)
                 if await self._load_adapter(submission.request) or not self._is_taken(rank):
                     continue  # meanwhile a rank may have died, or come back without it, or a pause have begun
                 if not self._waits(state):

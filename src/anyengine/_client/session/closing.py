@@ -169,7 +169,7 @@ class Closing:
 
     async def stop(self) -> None:
         """Tell everyone that the client is closed and stop the engines: SIGTERM, grace, SIGKILL; then see off what they
-        started. Takes at most ``shutdown_grace_s`` and 2 s, and as long as the kernel needs to end what was killed (a
+        started. Takes at most ``shutdown_grace_s`` and 4 s, and as long as the kernel needs to end what was killed (a
         moment, as a rule; it is given 10 s for the engines, and 10 s for what they had started).
 
         Cancellation: shielded, and bounded.

@@ -55,14 +55,17 @@ class _CudaRecorder:
     def __call__(self, compute: Callable[[], Tensor]) -> Recording:
         graph = torch.cuda.CUDAGraph()
         # Operations prepare themselves when they first run on a stream: not while they are recorded.
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            compute()
-        torch.cuda.current_stream().wait_stream(stream)
-        # Other threads of this process are none of its business.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            logits = compute()
+        present, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(present)
+        try:
+            with torch.cuda.stream(stream):
+                compute()
+            present.wait_stream(stream)
+            # Other threads of this process are none of its business.
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                logits = compute()
+        finally:
+            torch.cuda.set_stream(present)  # a recording that fails may not come back from its own
         return Recording(graph.replay, logits)
 
 
@@ -124,8 +127,8 @@ class DecodeGraphs:
         def compute() -> Tensor:
             return forward(inputs[:, 0], _PaddedStep(cache, inputs), rows)[0]
 
-        expected = compute()  # storing keys and values twice is storing them once
         try:
+            expected = compute()  # storing keys and values twice is storing them once
             self._recorder = self._recorder or self._new_recorder()
             recording = self._recorder(compute)
             recording.replay()
