@@ -347,7 +347,7 @@ async def test_a_group_goes_at_the_pace_of_its_quota() -> None:
             got = [pair async for pair in client.generate_many([[SHORT]] * 10, SamplingParams(max_tokens=39))]
             assert sorted(index for index, _ in got) == list(range(10))
             assert limiter.bills() == [(1, 3)] * 10
-            assert client.statistics()["rejections_quota"] > 0
+            assert 0 < client.statistics()["rejections_quota"] <= 10  # asked again when one has ended, not before
 
 
 @pytest.mark.parametrize(("attempts", "first", "bill"), [(1, "end", (3, 0)), (0, "end", (0, 0)), (1, "settle", (0, 0))])

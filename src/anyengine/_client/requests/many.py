@@ -21,7 +21,7 @@ from anyengine._client.inputs.prompts import Prompt
 from anyengine._client.inputs.request_fields import RequestFields
 from anyengine._client.session.wakeup import Parker, make_parker
 from anyengine._rules import given, instance
-from anyengine.exceptions import EngineAsleepError, EngineError, OverloadedError
+from anyengine.exceptions import EngineAsleepError, EngineError, OverloadedError, QuotaExceededError
 from anyengine.outputs import RequestOutput
 from anyengine.params import OutputKind, SamplingParams
 
@@ -83,6 +83,7 @@ class RequestGroup(Generic[Answer]):
         self._todo = _paired(prompts, params)
         self._put_back: tuple[int, tuple[Prompt, SamplingParams]] | None = None
         self._all_sent = False
+        self._is_over_quota = False  # until one of ours has ended, what was put back would be prepared in vain
         self._label, self._fields, self._limits_s, self._charge = label, fields, limits_s, charge
         self._ordered, self._concurrency, self._collects = ordered, concurrency, on_error == "collect"
         self._streams: dict[int, RequestStream] = {}  # in flight, or ended and not looked at
@@ -232,6 +233,7 @@ class RequestGroup(Generic[Answer]):
         if stream is None:
             return
         del self._sent[index]
+        self._is_over_quota = False
         try:
             self._results[index] = await anext(stream)
         except EngineError as exc:
@@ -241,7 +243,7 @@ class RequestGroup(Generic[Answer]):
         if self._mailbox is None:
             self._desk, self._mailbox = self._find_desk(), _Mailbox(make_parker())
         while not self._over and not self._all_sent and len(self._streams) < (self._concurrency or 1 << 60):
-            if self._streams and not self._desk_open():
+            if self._streams and (self._is_over_quota or not self._desk_open()):
                 return  # the end of one of ours makes room
             task = self._put_back or next(self._todo, None)
             self._put_back = None
@@ -275,6 +277,7 @@ class RequestGroup(Generic[Answer]):
         except (OverloadedError, EngineAsleepError) as exc:
             if self._streams:  # it had to be let in at once; when it is the only one, it may wait, or is refused
                 self._put_back = (index, task)
+                self._is_over_quota = isinstance(exc, QuotaExceededError)
                 return False
             self._fail(index, exc)
         except EngineError as exc:
