@@ -95,7 +95,6 @@ async def test_a_resource_tracker_is_given_time_until_what_was_killed_has_ended(
     start: Start, waits: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel may need seconds for that: here, until somebody has looked often enough."""
-    monkeypatch.setattr(child_module, "_TRACKER_GRACE_S", 0.5)
     monkeypatch.setattr(child_module, "_TEAR_DOWN_S", 0.05)
     pending, looks = list[int](), itertools.count()
 
