@@ -18,6 +18,7 @@ from anyengine import (
     LocalProtocolError,
     RankLoad,
     RemoteEngine,
+    RequestRejected,
     RestartPolicy,
     SamplingParams,
     SessionAffinity,
@@ -192,3 +193,17 @@ async def test_a_query_and_its_documents_go_to_one_rank() -> None:
             moved = {key: core.add(scored(f"again {key}", key, "cache_query")) for key in keys}
             assert moved == {key: 2 if home == 1 else home for key, home in homes.items()}
             assert core.add(endless("named"), rank=0) == 0
+
+
+@pytest.mark.parametrize(
+    "wrong", [7, "x", WirePoolingParams(late_interaction_params=7), WireLateInteractionParams("a", 7)]
+)
+async def test_what_is_no_query_is_refused_in_its_turn(wrong: Any) -> None:
+    """A rank is chosen before a request is checked."""
+    if isinstance(wrong, WireLateInteractionParams):
+        wrong = WirePoolingParams(task="token_embed", late_interaction_params=wrong)
+    with anyio.fail_after(30):
+        async with EngineCoreClient(engines(2)) as core:
+            with pytest.raises(RequestRejected):
+                core.add(EngineCoreRequest("a", [9], pooling_params=wrong))
+            assert core.add(endless("b")) in (0, 1)

@@ -47,9 +47,10 @@ def choose_rank(session: Session, request: EngineCoreRequest) -> int:
 
 def home_rank(session: Session, request: EngineCoreRequest) -> int | None:
     """The only rank that can have ``request``, since what it needs is kept there; ``None``: any."""
-    late = None if request.pooling_params is None else request.pooling_params.late_interaction_params
-    serving = session.connection.rota.serving
-    return rank_of_key(late.query_key, session.ranks, serving) if late is not None and serving else None
+    # The request has not been checked: any of this may be anything.
+    late = getattr(request.pooling_params, "late_interaction_params", None)
+    key, serving = getattr(late, "query_key", None), session.connection.rota.serving
+    return rank_of_key(key, session.ranks, serving) if isinstance(key, str) and serving else None
 
 
 def _load(session: Session, rank: int) -> RankLoad:
