@@ -28,6 +28,7 @@ from anyengine import (
     WrongLoopError,
 )
 from anyengine.sync import SyncEngineClient, SyncRequestStream
+from anyengine.sync.client_thread import ClientThread
 from anyengine.testing.scripted import RequestRule, Script, ScriptedTwin, StartupStage, expected_tokens
 
 
@@ -347,6 +348,35 @@ def test_ctrl_c_aborts_the_request_and_the_client_goes_on(backend: str, call: st
             else:
                 with client.generate([77], FOUR) as stream:
                     next(stream)
+        until(lambda: client.statistics()["requests_in_flight"] == 0)
+        assert len(client.complete([1], FOUR).token_ids) == 4
+
+
+@pytest.mark.parametrize("call", ["next", "complete", "many", "final", "run", "enter"])
+def test_ctrl_c_between_asking_and_waiting(backend: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop may have begun with it by then: at the very moment it was told to."""
+    twin = slow(requests=(RequestRule(first_token=77, silent=True),))
+    post = ClientThread.post
+
+    def interrupted(thread: ClientThread, action: Callable[[], object]) -> None:
+        post(thread, action)
+        until(lambda: twin.received("add") or call == "next")
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with SyncEngineClient(engine=twin.engine, backend=backend, strict=True) as client:  # type: ignore[arg-type]
+        calls: dict[str, Callable[[], object]] = {
+            "next": lambda: next(client.generate([77], FOUR)),
+            "complete": lambda: client.complete([77], FOUR),
+            "many": lambda: list(client.generate_many([[77], [77]], FOUR)),
+            "final": lambda: client.generate([77], FOUR).final(),
+            "run": lambda: client.run(lambda asynchronous: asynchronous.complete([77], FOUR)),
+            "enter": lambda: client.generate([77], FOUR).__enter__(),
+        }
+        monkeypatch.setattr(ClientThread, "post", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            calls[call]()
+        gc.collect()
         until(lambda: client.statistics()["requests_in_flight"] == 0)
         assert len(client.complete([1], FOUR).token_ids) == 4
 

@@ -28,16 +28,18 @@ def settle(func: Callable[[], T], future: Future[T]) -> None:
                 future.set_exception(exc)
 
 
-def wait(future: Future[T]) -> T:
-    """Wait for ``future``; a signal handler's exception cancels it.
+def wait(future: Future[T], ask: Callable[[], object]) -> T:
+    """Wait for ``future``, after ``ask`` has had somebody else fill it; a signal handler's exception, which may come as
+    soon as that one works, cancels it.
 
     Raises: what was put into it.
     """
     try:
+        ask()
         return future.result()
     finally:
         future.cancel()  # without effect, unless it is a signal that ends the waiting
-        del future  # an error refers to this frame
+        del future, ask  # an error refers to this frame
 
 
 async def wait_async(future: Future[T]) -> T:

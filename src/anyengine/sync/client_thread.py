@@ -202,8 +202,11 @@ class ClientThread:
         cancelled behind it. A task that is cancelled so, or never started, gives :class:`ClientClosedError`.
         """
         future: Future[T] = Future()
-        self._hand_in(partial(self._start_task, copy_context(), func, future, outlives_client), future)
+        self._submit(func, future, outlives_client=outlives_client)
         return future
+
+    def _submit(self, func: Callable[[], Awaitable[T]], future: Future[T], *, outlives_client: bool = False) -> None:
+        self._hand_in(partial(self._start_task, copy_context(), func, future, outlives_client), future)
 
     def _hand_in(self, action: Callable[[], object], future: Future[Any]) -> None:
         self._pending.add(future)
@@ -218,7 +221,8 @@ class ClientThread:
         Raises: what it raises; and see :meth:`check_caller`.
         """
         self.check_caller()
-        return wait(self.submit(func))
+        future: Future[T] = Future()
+        return wait(future, lambda: self._submit(func, future))
 
     def call_now(self, func: Callable[[], T]) -> T:
         """Run ``func``, which does not wait, in the loop, without a task of its own.
@@ -226,12 +230,8 @@ class ClientThread:
         Raises: what it raises; and see :meth:`check_caller`.
         """
         self.check_caller()
-        return wait(self._submit_now(func))
-
-    def _submit_now(self, func: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
-        self._hand_in(partial(settle, func, future), future)
-        return future
+        return wait(future, lambda: self._hand_in(partial(settle, func, future), future))
 
     def call_last(self, func: Callable[[], T]) -> T:
         """:meth:`call_now`; when the loop has ended, or ends before it comes to it, here.
@@ -287,7 +287,9 @@ class ClientThread:
         Cancellation: safe.
         """
         self.check_place()
-        return await wait_async(self._submit_now(func))
+        future: Future[T] = Future()
+        self._hand_in(partial(settle, func, future), future)
+        return await wait_async(future)
 
     def on_end(self, action: Callable[[], object]) -> None:
         """Have ``action`` called when the loop is gone, in whatever thread."""
