@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import anyio
@@ -195,3 +197,22 @@ def test_calls_that_race_with_the_end_are_answered(backend: dict[str, Any]) -> N
                 busy.acquire()
             client.__exit__(None, None, None)
         assert sum(future.result() for future in futures) >= 30
+
+
+@backends
+def test_a_call_that_comes_while_the_last_ones_end_is_refused(backend: dict[str, Any]) -> None:
+    """And nothing of it is left to a collection, which would complain of a coroutine that was never awaited."""
+
+    class Ending:
+        def start_soon(self, func: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
+            func(*args)
+            raise RuntimeError("Nursery is closed to new arrivals")
+
+    with SyncEngineClient(engine=ScriptedTwin().engine, **backend) as client:
+        thread = client._running()
+        calls, thread._calls = thread._calls, Ending()  # type: ignore[assignment]
+        with pytest.raises(ClientClosedError):
+            client.complete([1], SamplingParams(max_tokens=1))
+        thread._calls = calls
+        gc.collect()
+        assert client.complete([1], SamplingParams(max_tokens=1)).token_ids

@@ -350,9 +350,11 @@ class ClientThread:
     ) -> None:
         tasks: TaskGroup = self._outliving if outlives_client else self._calls
         settle_context(context)
+        task = self._perform(func, future)
         try:
-            context.run(tasks.start_soon, self._perform, func, future)
-        except RuntimeError:  # the group has ended
+            context.run(tasks.start_soon, lambda: task)
+        except RuntimeError:  # the group has ended, or does this moment, when AnyIO leaves what it was given to nobody
+            task.close()
             refuse(future)
 
     async def _perform(self, func: Callable[[], Awaitable[T]], future: Future[T]) -> None:
