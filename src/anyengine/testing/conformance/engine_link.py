@@ -157,17 +157,18 @@ class EngineLink:
         return f"{self._prefix}-{self._count}"
 
     def send(self, *frames: Frame, client: int = 0) -> None:
-        """Raw frames to the engine, by the input socket of ``client``.
+        """Raw frames to the engine, by the input socket of ``client``. They are lost if it has closed its end this
+        moment: word of that is on its way to whoever waits for an answer.
 
         Raises:
-            CheckFailed: it is not connected.
+            CheckFailed: it is known not to be connected.
         """
         try:
             self.ports.clients[client].inputs.send_nowait([self.identity, *frames])
         except PeerUnreachable:
-            raise CheckFailed(
-                f"input socket {client}", expected="the engine is connected", got=self.trouble or "no connection"
-            ) from None
+            if self.trouble is not None:
+                where = f"input socket {client}"
+                raise CheckFailed(where, expected="the engine is connected", got=self.trouble) from None
 
     def request(
         self,
