@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import zlib
 from contextlib import suppress
 from typing import Any
 
@@ -20,8 +21,10 @@ from anyengine import (
     EngineCoreClient,
     EngineCoreRequest,
     EngineDeadError,
+    LateInteractionParams,
     LoRARequest,
     OverloadedError,
+    PoolingParams,
     RankState,
     RequestFailed,
     RequestStream,
@@ -30,6 +33,7 @@ from anyengine import (
     SamplingParams,
     UtilityError,
 )
+from anyengine._wire import pooling_to_wire
 from anyengine.testing.scripted import RequestRule, Script, ScriptedTwin, UtilityRule
 from anyengine.testing.toy_runner import expected_tokens
 
@@ -285,3 +289,46 @@ async def test_a_replay_for_one_rank_waits_for_its_room_and_asks_no_more() -> No
             assert waiting and len(sent) == 20 - len(waiting)
             for stream in streams:
                 stream.close_nowait()
+
+
+@pytest.mark.feature("C36")
+async def test_a_retry_where_its_query_is_kept_waits_for_the_room_there() -> None:
+    """Another rank has room, which is of no use to it."""
+    fails = RequestRule(nth=1, output={4: None, 5: 2})  # no result, but an abort that nobody has asked for
+    # What it has read is not told: it never answers what would ask.
+    script = Script(
+        tasks=("token_embed",),
+        requests=(fails, RequestRule(silent=True)),
+        utilities=(UtilityRule(method="is_sleeping", do="never"),),
+    )
+    key = next(key for key in "abcdef" if zlib.crc32(key.encode()) % 2 == 0)
+    late = LateInteractionParams(mode="cache_query", query_key=key)
+    params = PoolingParams(task="token_embed", late_interaction_params=late)
+    first, sent = ScriptedTwin(script), list[str]()
+    with anyio.fail_after(20):
+        async with EngineClient(
+            engine=[first.engine, ScriptedTwin(script).engine],
+            retries=RETRY,
+            max_unread_bytes=2000,
+            liveness_timeout_s=None,
+        ) as client:
+            put = client.core.put
+
+            def counted(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> int:
+                sent.append(request.request_id)
+                return put(request, *args, **kwargs)
+
+            client.core.put = counted  # type: ignore[method-assign]
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(client.encode, [1, 2, 3], params)
+                while not first.received("add"):
+                    await anyio.lowlevel.checkpoint()
+                wire = pooling_to_wire(params)
+                with pytest.raises(OverloadedError):
+                    for number in range(50):  # in one go: its end has not been heard of
+                        client.core.add(EngineCoreRequest(str(number), [9] * 1500, pooling_params=wire), rank=0)
+                while not client.core.session.send_budget.waiting:
+                    await anyio.lowlevel.checkpoint()
+                assert len(client._entered_desk().resubmissions.waiting()) == 1
+                tasks.cancel_scope.cancel()
+    assert not [one for one in sent if one.endswith(".2")]  # it was not even tried

@@ -24,7 +24,7 @@ from tiny_models import (
 
 from anyengine._wire import WirePoolingParams
 from anyengine.engine.interfaces import ModelRunner
-from anyengine.engine.runner import model_runner
+from anyengine.engine.runner import decode_graphs, model_runner
 from anyengine.engine.runner.decode_graphs import Recorder, Recording
 
 rng = random.Random(3)
@@ -175,7 +175,7 @@ def test_recordings_go_with_what_they_refer_to(llama: Path, tape: Tape) -> None:
         runner.wake_up()
 
 
-@pytest.mark.parametrize("trouble", ["wrong", "not a number", "raises"])
+@pytest.mark.parametrize("trouble", ["wrong", "not a number", "raises", "no memory"])
 def test_what_cannot_be_recorded_is_computed_as_ever(
     llama: Path, trouble: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,7 +183,10 @@ def test_what_cannot_be_recorded_is_computed_as_ever(
         "wrong": lambda logits: logits.mul_(1.01),
         "not a number": lambda logits: logits.fill_(torch.nan),
         "raises": fail,
+        "no memory": lambda _logits: None,
     }
+    if trouble == "no memory":  # for what is padded
+        monkeypatch.setattr(decode_graphs._PaddedStep, "attend", fail)
     use(Tape(spoils[trouble]), monkeypatch)
     runner, plain = open_runner(llama), open_runner(llama, enforce_eager=True)
     tokens: list[list[int]] = []
@@ -198,7 +201,7 @@ def test_what_cannot_be_recorded_is_computed_as_ever(
     assert record.levelname == "WARNING"
 
 
-def fail(_logits: torch.Tensor) -> None:
+def fail(*_args: object, **_options: object) -> None:
     raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 

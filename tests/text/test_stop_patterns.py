@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from time import thread_time
 from typing import Any
@@ -225,9 +226,10 @@ def test_what_is_kept_does_not_grow(length: int) -> None:
     assert len(text._text) < 16 and len(text._ends) < 16
 
 
-def test_a_pattern_that_takes_too_long_is_named() -> None:
+@pytest.mark.parametrize("clock", [thread_time, no_time])
+def test_a_pattern_that_takes_too_long_is_named(clock: Callable[[], float]) -> None:
     tokenizer = built("byte_level")
-    text = PatternText(tokenizer.detokenizer([]), [], ["(a|aa|aaa)+b"], clock=thread_time)
+    text = PatternText(tokenizer.detokenizer([]), [], ["(a|aa|aaa)+b"], clock=clock)
     with pytest.raises(ValueError, match=r"\(a\|aa\|aaa\)\+b' takes more than 2 ms for each token .* \d+ characters"):
         text.push(ids_of_bytes(tokenizer, b"a" * 200))
 

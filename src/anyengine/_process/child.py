@@ -35,9 +35,7 @@ _logger = logging.getLogger("anyengine.engine")
 
 _STDERR_TAIL_LINES = 200
 _STDERR_TAIL_CHARS = 4096  # of each line: the tail is for a person to read
-_KILLED_LIMIT_S = (
-    10.0  # for the kernel, to end what was killed: milliseconds, unless it holds very much, or no turn comes
-)
+_KILLED_LIMIT_S = 10.0  # for the kernel, to end what was killed: milliseconds, unless it holds very much
 _TRACKER_GRACE_S = 3.0  # for a resource tracker, once those that it serves are gone, on a busy machine
 _TEAR_DOWN_S = 1.0  # what nobody has awaited, or in vain, may hold up the loop for as long
 _LOOK_S = 0.02  # nothing tells when a process that is no child of ours ends

@@ -162,7 +162,7 @@ class PatternText(StopText):
         try:
             match = compiled.search(text, begin, end, partial=partial, timeout=max(self._left_s, _MOST_PER_TOKEN_S))
         except TimeoutError:
-            match, self._left_s = None, 0.0
+            match, self._left_s = None, -1.0  # whatever the clock says of it
         self._left_s -= self._clock() - begun_s
         if self._left_s < 0:
             raise ValueError(

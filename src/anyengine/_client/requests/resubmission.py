@@ -281,9 +281,6 @@ class Resubmissions:
                 await submission.find_data(missing)
             except EngineError as exc:
                 self._give_up(submission, exc)
-            except Exception as exc:  # noqa: BLE001 - rule 5: what a hook made of it may do anything
-                what = f"request {submission.label!r} cannot be sent again: {exc!r}"
-                self._give_up(submission, RequestFailed(what, code=_CACHE_MISS, request_id=submission.label))
         while self._waits(state):
             try:
                 await anyio.lowlevel.checkpoint()
